@@ -1,0 +1,108 @@
+"""Errors with a meaning on the wire, and their one translation to gRPC status and back.
+
+A service raises a `Refusal`; `protos.rpc` turns it into a status with google.rpc details. INVALID_ARGUMENT: never retry.
+RESOURCE_EXHAUSTED: retry later. UNAVAILABLE: retry elsewhere or later. INTERNAL: our bug.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+DOMAIN = "pagewire"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One thing wrong with a request: the field's path as the client wrote it, and what would be right."""
+
+    field: str
+    description: str
+
+
+class Refusal(Exception):
+    """A request is answered with an error status.
+
+    Args:
+        code: the gRPC status code.
+        reason: stable UPPER_SNAKE_CASE word for programs (ErrorInfo.reason).
+        message: a sentence for people.
+        violations: the fields at fault (BadRequest).
+        retry_delay_ms: when a retry makes sense (RetryInfo); None where it never does.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        *,
+        violations: Sequence[Violation] = (),
+        retry_delay_ms: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.violations = tuple(violations)
+        self.retry_delay_ms = retry_delay_ms
+
+
+def invalid_argument(violations: Sequence[Violation]) -> Refusal:
+    """INVALID_ARGUMENT naming every violation; the message repeats them for clients that show no details."""
+    message = "; ".join(f"{violation.field}: {violation.description}" for violation in violations)
+    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", message, violations=violations)
+
+
+def unsupported(fields: Sequence[str]) -> Refusal:
+    """UNIMPLEMENTED naming every field that this server knows and does not support yet."""
+    names = ", ".join(fields)
+    verb = "is" if len(fields) == 1 else "are"
+    violations = [Violation(field, "not supported yet; leave it unset") for field in fields]
+    message = f"{names} {verb} not supported yet"
+    return Refusal(grpc.StatusCode.UNIMPLEMENTED, "FIELD_NOT_SUPPORTED", message, violations=violations)
+
+
+def unavailable(reason: str, message: str, retry_delay_ms: int = 1000) -> Refusal:
+    """UNAVAILABLE with a delay after which a retry makes sense."""
+    return Refusal(grpc.StatusCode.UNAVAILABLE, reason, message, retry_delay_ms=retry_delay_ms)
+
+
+def code_from_number(number: int) -> grpc.StatusCode:
+    """The status code of a google.rpc.Code; UNKNOWN for a number that is none."""
+    return next((code for code in grpc.StatusCode if code.value[0] == number), grpc.StatusCode.UNKNOWN)
+
+
+def to_status(refusal: Refusal) -> Status:
+    """The google.rpc.Status that carries everything in `refusal`."""
+    details: list[BadRequest | RetryInfo | ErrorInfo] = [ErrorInfo(reason=refusal.reason, domain=DOMAIN)]
+    if refusal.violations:
+        rows = [BadRequest.FieldViolation(field=v.field, description=v.description) for v in refusal.violations]
+        details.append(BadRequest(field_violations=rows))
+    if refusal.retry_delay_ms is not None:
+        retry = RetryInfo()
+        retry.retry_delay.FromMilliseconds(refusal.retry_delay_ms)
+        details.append(retry)
+    status = Status(code=refusal.code.value[0], message=refusal.message)
+    for detail in details:
+        packed = Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def from_status(code: grpc.StatusCode, message: str, status: Status | None) -> Refusal:
+    """What a server meant by its status, read back on the client's side; `status` is None where it sent no details."""
+    reason, violations, retry_delay_ms = "", [], None
+    for detail in status.details if status is not None else ():
+        info, bad_request, retry = ErrorInfo(), BadRequest(), RetryInfo()
+        if detail.Unpack(info):
+            reason = info.reason
+        elif detail.Unpack(bad_request):
+            violations = [Violation(row.field, row.description) for row in bad_request.field_violations]
+        elif detail.Unpack(retry):
+            retry_delay_ms = retry.retry_delay.ToMilliseconds()
+    return Refusal(code, reason, message, violations=violations, retry_delay_ms=retry_delay_ms)

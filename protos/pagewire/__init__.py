@@ -1,0 +1,1 @@
+"""The public protos, by their package path."""

@@ -1,0 +1,1 @@
+"""The public gRPC API: checks, tokenizes, chooses a scheduler, relays, detokenizes."""

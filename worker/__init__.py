@@ -1,0 +1,1 @@
+"""The data plane: weights, KV cache, one step at a time."""
