@@ -19,7 +19,7 @@ _SERVICES = ("ROUTER", "SCHEDULER", "WORKER")
 
 
 class Settings(BaseSettings):
-    """The base of each service's settings: flags first, then `PAGEWIRE_<SERVICE>_*`, then defaults; unknown ones fail."""
+    """The base of each service's settings: flags, then `PAGEWIRE_<SERVICE>_*`, then defaults; unknown ones fail."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True, cli_avoid_json=True
@@ -35,7 +35,9 @@ class Settings(BaseSettings):
         known = {f"{prefix}{name.upper()}" for name in cls.model_fields}
         others = tuple(f"PAGEWIRE_{name}_" for name in _SERVICES if name != service.upper())
         unknown = [
-            name for name in os.environ if name.startswith("PAGEWIRE_") and not name.startswith(others) and name not in known
+            name
+            for name in os.environ
+            if name.startswith("PAGEWIRE_") and not name.startswith(others) and name not in known
         ]
         if unknown:
             _usage_error(service, f"unknown environment variable {', '.join(sorted(unknown))}")
@@ -48,7 +50,9 @@ class Settings(BaseSettings):
             return CliApp.run(WithSources, cli_args=list(sys.argv[1:] if arguments is None else arguments))
         except ValidationError as error:
             for row in error.errors():
-                option = "--" + "-".join(str(part) for part in row["loc"]).replace("_", "-") if row["loc"] else "options"
+                option = (
+                    "--" + "-".join(str(part) for part in row["loc"]).replace("_", "-") if row["loc"] else "options"
+                )
                 print(f"python -m {service}: {option}: {row['msg']}", file=sys.stderr)
             sys.exit(2)
 
@@ -81,7 +85,9 @@ class _TextFormatter(logging.Formatter):
             for name, value in vars(record).items()
             if name not in _PLAIN
         )
-        line = f"{clock}.{int(record.msecs):03d} {record.levelname:<5.5} {self._service:<9} {record.getMessage()}{facts}"
+        line = (
+            f"{clock}.{int(record.msecs):03d} {record.levelname:<5.5} {self._service:<9} {record.getMessage()}{facts}"
+        )
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -101,8 +107,10 @@ class _JsonFormatter(logging.Formatter):
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Runs `main(stop)` on uvloop. The first SIGTERM or SIGINT sets `stop`, after which main drains and returns; a second one
-    ends the process at once with status 1.
+    """Runs `main(stop)` on uvloop.
+
+    The first SIGTERM or SIGINT sets `stop`, after which main drains and returns; a second one ends the process at once
+    with status 1.
     """
 
     async def supervised() -> None:

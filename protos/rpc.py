@@ -124,7 +124,7 @@ class Server:
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Tells watchers NOT_SERVING, refuses new calls, lets live ones finish for `grace_s` seconds, then cuts them."""
+        """Says NOT_SERVING, refuses new calls, lets live ones finish for `grace_s` seconds, then cuts them."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -153,13 +153,13 @@ class _Malformed:
 
 
 class _Boundary(grpc.aio.ServerInterceptor):
-    """Turns what our servicers raise into statuses. Their streaming methods are coroutines that call `context.write`."""
+    """Turns what our servicers raise into statuses; their streaming methods are coroutines that `context.write`."""
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Any:
         handler = await continuation(details)
         if handler is None or not details.method.startswith("/pagewire."):
             return handler

@@ -1,0 +1,70 @@
+"""A cluster behind the terminal: `pagewire up` as a process of its own, which logs into a file, and how it is ended."""
+
+import os
+import signal
+import subprocess
+import time
+
+from pagewire import state
+from pagewire.cluster import LaunchError
+from pagewire.launch import LaunchOptions, check_free
+from pagewire.processes import environment, module_command, tied
+from pagewire.state import ClusterState
+
+_POLL_S = 0.05
+
+
+def start(options: LaunchOptions, *, tie: bool = False) -> subprocess.Popen[bytes]:
+    """Starts `pagewire up` with its output in `options.log_file`; with `tie` it is killed when this process ends."""
+    assert options.log_file is not None
+    check_free(options)
+    options.log_file.parent.mkdir(parents=True, exist_ok=True)
+    command = module_command("pagewire", ["up", *options.arguments()])
+    with options.log_file.open("wb") as output:
+        return subprocess.Popen(
+            tied(command) if tie else command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            start_new_session=True,
+        )
+
+
+def wait_until_serving(process: subprocess.Popen[bytes], options: LaunchOptions) -> None:
+    """Returns when the cluster that `start` launched serves; stops it when interrupted.
+
+    Raises:
+        LaunchError: it ended instead; with the last lines of its log.
+    """
+    try:
+        while True:
+            status = process.poll()
+            if status is not None:
+                raise LaunchError(f"the cluster did not start (status {status})\n{log_tail(options)}")
+            running = state.load(options.port)
+            if running is not None and running.launcher_pid == process.pid and running.serving:
+                return
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+
+
+def log_tail(options: LaunchOptions, lines: int = 20) -> str:
+    """The last lines of the log, indented."""
+    assert options.log_file is not None
+    text = options.log_file.read_text(errors="replace").splitlines()[-lines:]
+    return "\n".join(f"  {line}" for line in text)
+
+
+def stop(running: ClusterState) -> None:
+    """Drains a cluster and waits for its end; kills it when that takes longer than its services may."""
+    os.kill(running.launcher_pid, signal.SIGTERM)
+    deadline = time.monotonic() + running.stop_within_s
+    while running.alive and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if running.alive:
+        os.kill(running.launcher_pid, signal.SIGKILL)
+        state.remove(running)

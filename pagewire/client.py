@@ -1,0 +1,290 @@
+"""The Python client, sync and asyncio: one channel to a router, typed results, named errors, streams that cancel.
+
+    with Client() as client:
+        print(client.generate("The capital of France is", max_tokens=8, temperature=0).text)
+        with client.stream([{"role": "user", "content": "Tell me a story."}], max_tokens=200) as story:
+            for delta in story:
+                print(delta.text, end="", flush=True)
+        print(story.completion.timings)
+
+All options stand in `pagewire.request`, the results in `pagewire.results`, the errors in `pagewire.errors`.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from pagewire import results
+from pagewire.errors import from_rpc_error
+from pagewire.request import (
+    Message,
+    Options,
+    Prompt,
+    as_messages,
+    detokenize_request,
+    generate_request,
+    tokenize_request,
+)
+from pagewire.results import Completion, Delta, Model, Transcript
+from protos.pagewire.v1 import generation_pb2 as pb
+from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
+from protos.rpc import PUBLIC_MESSAGE_BYTES
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", PUBLIC_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", PUBLIC_MESSAGE_BYTES),
+    # A server that vanished without a word is noticed while a stream waits for it.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # A restarted server is found within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # A proxy named in the environment is for the outside world.
+    ("grpc.enable_http_proxy", 0),
+]
+
+Response = TypeVar("Response")
+_END: Any = grpc.aio.EOF
+
+
+class Stream:
+    """Deltas as they come. Closing it, leaving its `with` block, or dropping it cancels what is still running."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._transcript = Transcript()
+        self._pending: deque[Delta] = deque()
+        self._closed = False
+
+    @property
+    def completion(self) -> Completion:
+        """The answer so far; whole, with usage and timings, once the stream has ended."""
+        return self._transcript.completion()
+
+    def close(self) -> None:
+        """Cancels the request if it still runs; the stream gives nothing more."""
+        self._closed = True
+        self._call.cancel()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        if self._closed:
+            raise StopIteration
+        while not self._pending:
+            try:
+                response = next(self._call)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from None
+            self._pending.extend(self._transcript.add(response))
+        return self._pending.popleft()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class AsyncStream:
+    """Deltas as they come. `aclose()`, leaving its `async with` block, or dropping it cancels what is still running."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._loop = asyncio.get_running_loop()
+        self._transcript = Transcript()
+        self._pending: deque[Delta] = deque()
+        self._closed = False
+
+    @property
+    def completion(self) -> Completion:
+        """The answer so far; whole, with usage and timings, once the stream has ended."""
+        return self._transcript.completion()
+
+    async def aclose(self) -> None:
+        """Cancels the request if it still runs; the stream gives nothing more."""
+        self._closed = True
+        self._call.cancel()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._closed:
+            raise StopAsyncIteration
+        while not self._pending:
+            try:
+                response = await self._call.read()
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from None
+            if response is _END:
+                raise StopAsyncIteration
+            self._pending.extend(self._transcript.add(response))
+        return self._pending.popleft()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # gRPC does not collect, hence never cancels, a call that nobody holds (grpc#43462). A collection may run on any
+        # thread; the call belongs to the loop's.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._call.cancel)
+
+
+class Client:
+    """A connection to a Pagewire server; safe to share between threads. `timeout` is in seconds, None for no limit.
+
+    Every method raises the errors of `pagewire.errors`.
+    """
+
+    def __init__(self, target: str = DEFAULT_TARGET) -> None:
+        self.target = target
+        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._stub = GenerationServiceStub(self._channel)
+
+    def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
+        """The whole answer to a text, to token ids, or to chat messages."""
+        return results.completion(_call(self._stub.Complete, generate_request(prompt, options), timeout))
+
+    def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
+        """The same answer as it is made. Errors of the request come with the first delta."""
+        return Stream(self._stub.Generate(generate_request(prompt, options), timeout=timeout))
+
+    def chat(
+        self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Completion:
+        """The assistant's answer to a conversation, or to one user turn given as a str."""
+        return self.generate(as_messages(messages), timeout=timeout, **options)
+
+    def stream_chat(
+        self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Stream:
+        """The same answer as it is made."""
+        return self.stream(as_messages(messages), timeout=timeout, **options)
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        add_special_tokens: bool | None = None,
+        timeout: float | None = None,
+    ) -> list[int]:
+        """The token ids that `generate` would see for a text or for chat messages."""
+        return list(_call(self._stub.Tokenize, tokenize_request(prompt, add_special_tokens), timeout).token_ids)
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None, timeout: float | None = None
+    ) -> str:
+        """The text of token ids."""
+        return _call(self._stub.Detokenize, detokenize_request(token_ids, skip_special_tokens), timeout).text
+
+    def model(self, *, timeout: float | None = None) -> Model:
+        """What is served, and within which limits."""
+        return results.model(_call(self._stub.GetModel, pb.GetModelRequest(), timeout))
+
+    def close(self) -> None:
+        """Closes the connection; live streams are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """The same as `Client` for asyncio; made inside the loop that uses it. Cancelling a task cancels its call."""
+
+    def __init__(self, target: str = DEFAULT_TARGET) -> None:
+        self.target = target
+        self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._stub = GenerationServiceStub(self._channel)
+
+    async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
+        """The whole answer to a text, to token ids, or to chat messages."""
+        return results.completion(await _acall(self._stub.Complete, generate_request(prompt, options), timeout))
+
+    def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
+        """The same answer as it is made. Errors of the request come with the first delta."""
+        return AsyncStream(self._stub.Generate(generate_request(prompt, options), timeout=timeout))
+
+    async def chat(
+        self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Completion:
+        """The assistant's answer to a conversation, or to one user turn given as a str."""
+        return await self.generate(as_messages(messages), timeout=timeout, **options)
+
+    def stream_chat(
+        self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> AsyncStream:
+        """The same answer as it is made."""
+        return self.stream(as_messages(messages), timeout=timeout, **options)
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        add_special_tokens: bool | None = None,
+        timeout: float | None = None,
+    ) -> list[int]:
+        """The token ids that `generate` would see for a text or for chat messages."""
+        request = tokenize_request(prompt, add_special_tokens)
+        return list((await _acall(self._stub.Tokenize, request, timeout)).token_ids)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None, timeout: float | None = None
+    ) -> str:
+        """The text of token ids."""
+        request = detokenize_request(token_ids, skip_special_tokens)
+        return (await _acall(self._stub.Detokenize, request, timeout)).text
+
+    async def model(self, *, timeout: float | None = None) -> Model:
+        """What is served, and within which limits."""
+        return results.model(await _acall(self._stub.GetModel, pb.GetModelRequest(), timeout))
+
+    async def close(self) -> None:
+        """Closes the connection; live streams are cancelled."""
+        await self._channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _call(method: Callable[..., Response], request: object, timeout: float | None) -> Response:
+    try:
+        return method(request, timeout=timeout)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None
+
+
+async def _acall(method: Callable[..., Awaitable[Response]], request: object, timeout: float | None) -> Response:
+    try:
+        return await method(request, timeout=timeout)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None

@@ -1,0 +1,243 @@
+"""Keeps a chain of services running on this machine: starts them in order, restarts what dies, stops them in reverse.
+
+Knows processes, their output and their health. Which services there are and what they are told is `pagewire.launch`'s.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from pagewire.errors import PagewireError
+from pagewire.processes import environment, tied
+from protos.rpc import dial, wait_for_serving
+
+# The status with which our services refuse their options; to start them again would not help.
+USAGE_ERROR = 2
+_TAIL_LINES = 12
+_LINE_BYTES = 64 << 10
+log = logging.getLogger(__name__)
+
+
+class LaunchError(PagewireError):
+    """The cluster cannot start or cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceProcess:
+    """One service to run.
+
+    Attributes:
+        name: as its log lines carry it.
+        command: its command line.
+        address: where it answers health checks.
+        stop_within_s: seconds between SIGTERM and SIGKILL.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    address: str
+    stop_within_s: float = 40.0
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """When a service that died is started again: delays double while deaths follow each other within the window.
+
+    Attributes:
+        max_deaths: this many within the window are too many.
+    """
+
+    first_delay_s: float = 0.5
+    max_delay_s: float = 10.0
+    max_deaths: int = 5
+    window_s: float = 60.0
+    _deaths: deque[float] = field(default_factory=deque)
+    _streak: int = 0
+
+    def delay_after_death(self, now: float) -> float | None:
+        """Seconds to wait before the next start, for a death at `now` (seconds); None to give up."""
+        recent = bool(self._deaths) and now - self._deaths[-1] < self.window_s
+        self._streak = self._streak + 1 if recent else 1
+        self._deaths.append(now)
+        while now - self._deaths[0] >= self.window_s:
+            self._deaths.popleft()
+        if len(self._deaths) >= self.max_deaths:
+            return None
+        return float(min(self.first_delay_s * 2 ** (self._streak - 1), self.max_delay_s))
+
+
+@dataclass(slots=True)
+class _Running:
+    """A service's process, while it lives."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.Task[None]
+
+
+class Cluster:
+    """The services of one `pagewire up`; each needs the ones before it in the list.
+
+    Args:
+        services: in the order of their start.
+        on_line: takes each line that a service prints.
+        on_waiting: takes the name of the service that the start waits for.
+        on_pids: takes the services' process ids whenever they change.
+        new_policy: makes each service's restart policy.
+    """
+
+    def __init__(
+        self,
+        services: Sequence[ServiceProcess],
+        *,
+        on_line: Callable[[str, str], None],
+        on_waiting: Callable[[str], None] = lambda name: None,
+        on_pids: Callable[[dict[str, int]], None] = lambda pids: None,
+        new_policy: Callable[[], RestartPolicy] = RestartPolicy,
+    ) -> None:
+        self._services = services
+        self._on_line = on_line
+        self._on_waiting = on_waiting
+        self._on_pids = on_pids
+        self._new_policy = new_policy
+        self._running: dict[str, _Running] = {}
+        self._tails: dict[str, deque[str]] = {service.name: deque(maxlen=_TAIL_LINES) for service in services}
+        self._ready = False
+
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
+        """Starts all, calls `on_ready` when all are SERVING, keeps them running until `stop`, stops them in reverse.
+
+        Raises:
+            LaunchError: a service did not become ready, or died too often; nothing runs any more.
+        """
+        keepers = [asyncio.create_task(self._keep(service)) for service in self._services]
+        ready = asyncio.create_task(self._wait_until_serving())
+        stopped = asyncio.create_task(stop.wait())
+        tasks: list[asyncio.Task] = [*keepers, ready, stopped]
+        try:
+            await _first_of(ready, stopped, *keepers)
+            if not stop.is_set():
+                self._ready = True
+                on_ready()
+                await _first_of(stopped, *keepers)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for service in reversed(self._services):
+                await self._stop(service)
+
+    def kill(self) -> None:
+        """Ends all processes at once; `run` then returns soon."""
+        for running in self._running.values():
+            _kill_group(running.process.pid)
+
+    async def _wait_until_serving(self) -> None:
+        for service in self._services:
+            self._on_waiting(service.name)
+            channel = dial(service.address)
+            try:
+                await wait_for_serving(channel)
+            finally:
+                await channel.close()
+
+    async def _keep(self, service: ServiceProcess) -> None:
+        """Runs a service again and again; ends only by LaunchError."""
+        policy = self._new_policy()
+        while True:
+            status = await self._run_once(service)
+            end = f"{service.name} {_describe(status)}"
+            if not self._ready or status == USAGE_ERROR:
+                raise LaunchError(self._with_tail(service, end + ("" if self._ready else " before it was ready")))
+            delay_s = policy.delay_after_death(asyncio.get_running_loop().time())
+            if delay_s is None:
+                often = f"{end}, the {policy.max_deaths}th death within {policy.window_s:g} s; giving up"
+                raise LaunchError(self._with_tail(service, often))
+            log.warning(f"{end}; starting it again", extra={"delay_s": delay_s})
+            await asyncio.sleep(delay_s)
+
+    async def _run_once(self, service: ServiceProcess) -> int:
+        process = await asyncio.create_subprocess_exec(
+            *tied(service.command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment(),
+            # A terminal's Ctrl-C is for the launcher, which then stops the services in order.
+            start_new_session=True,
+        )
+        running = _Running(process, asyncio.create_task(self._read_lines(service.name, process)))
+        self._running[service.name] = running
+        self._report_pids()
+        status = await process.wait()
+        await self._forget(service.name)
+        return status
+
+    async def _stop(self, service: ServiceProcess) -> None:
+        running = self._running.get(service.name)
+        if running is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            running.process.terminate()
+        try:
+            async with asyncio.timeout(service.stop_within_s):
+                await running.process.wait()
+        except TimeoutError:
+            log.warning(f"{service.name} did not stop in time; killing it", extra={"after_s": service.stop_within_s})
+            _kill_group(running.process.pid)
+            await running.process.wait()
+        await self._forget(service.name)
+
+    async def _forget(self, name: str) -> None:
+        """After a process's end: reads its last words, and ends what it may have left behind in its session."""
+        running = self._running.pop(name)
+        _kill_group(running.process.pid)
+        await asyncio.wait([running.reader], timeout=1.0)
+        running.reader.cancel()
+        self._report_pids()
+
+    def _report_pids(self) -> None:
+        self._on_pids({name: running.process.pid for name, running in self._running.items()})
+
+    async def _read_lines(self, name: str, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for line in _lines(process.stdout):
+            self._tails[name].append(line)
+            self._on_line(name, line)
+
+    def _with_tail(self, service: ServiceProcess, message: str) -> str:
+        return "\n".join([message, *(f"  {line}" for line in self._tails[service.name])])
+
+
+async def _first_of(*tasks: asyncio.Task) -> None:
+    """Waits for the first task that ends; raises what it raised."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines of a stream; one that is longer than `_LINE_BYTES` comes in pieces."""
+    rest = b""
+    while chunk := await stream.read(_LINE_BYTES):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
+        if len(rest) >= _LINE_BYTES:
+            yield rest.decode(errors="replace")
+            rest = b""
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _describe(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

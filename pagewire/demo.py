@@ -1,0 +1,53 @@
+"""`pagewire demo`: the whole system once, on a real model, from nothing: fetch, start, one completion, one chat, stop."""
+
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from pagewire import background, models, terminal
+from pagewire.client import Client
+from pagewire.cluster import LaunchError
+from pagewire.errors import RequestError
+from pagewire.launch import LaunchOptions, free_port
+from pagewire.request import Message, Options
+
+_TEXT = "The capital of France is"
+_QUESTION = "Why is the sky blue? Answer in two sentences."
+_OPTIONS = Options(temperature=0, max_tokens=64)
+
+
+def run(model: str, console: Console) -> None:
+    """Shows it.
+
+    Raises:
+        PagewireError: something did not work; with the services' last words.
+    """
+    path = models.resolve(model, console)
+    with tempfile.TemporaryDirectory(prefix="pagewire-demo-") as folder:
+        options = LaunchOptions(path, port=free_port(), log_file=Path(folder) / "cluster.log")
+        started = time.monotonic()
+        process = background.start(options, tie=True)
+        try:
+            with console.status("starting worker, scheduler and router"):
+                background.wait_until_serving(process, options)
+            console.print(f"[bold]Worker, scheduler and router serve[/] after {time.monotonic() - started:.1f} s.\n")
+            _talk(options.target, console)
+        except RequestError as error:
+            raise LaunchError(f"{error}\n{background.log_tail(options)}") from error
+        finally:
+            process.terminate()
+            with console.status("stopping"):
+                process.wait()
+    console.print("\nStopped. `pagewire up` keeps such a cluster running.", highlight=False)
+
+
+def _talk(target: str, console: Console) -> None:
+    with Client(target) as client:
+        console.print(f"[bold]Completion[/] of [cyan]{_TEXT}[/]")
+        answer = terminal.show(client.stream(_TEXT, **_OPTIONS), headings=False)
+        console.print(terminal.summary(answer), style="dim", highlight=False)
+        console.print(f"\n[bold]Chat[/] [cyan]{_QUESTION}[/]")
+        answer = terminal.show(client.stream([Message(role="user", content=_QUESTION)], **_OPTIONS), headings=False)
+        console.print(terminal.summary(answer), style="dim", highlight=False)

@@ -1,0 +1,112 @@
+"""The named errors that this room raises: what a server refused, and the base of what goes wrong on this side.
+
+InvalidRequest, Unsupported and NotFound are never worth a retry; QueueFull and Unavailable are, after `retry_after_s`.
+"""
+
+from typing import cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc.status_pb2 import Status
+
+from protos.errors import Refusal, from_status
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class PagewireError(Exception):
+    """The base of every error that Pagewire raises on purpose; its text is a sentence for people."""
+
+
+class RequestError(PagewireError):
+    """A call ended with an error status; the base of the named ones, and itself what none of them fits.
+
+    Attributes:
+        code: the gRPC status code.
+        reason: a stable UPPER_SNAKE_CASE word for programs; "" where the server gave none.
+        violations: every field at fault, as `protos.errors.Violation(field, description)`.
+        retry_after_s: when a retry makes sense, in seconds; None where the server did not say.
+    """
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.code = refusal.code
+        self.reason = refusal.reason
+        self.violations = refusal.violations
+        self.retry_after_s = None if refusal.retry_delay_ms is None else refusal.retry_delay_ms / 1000
+
+
+class InvalidRequest(RequestError):
+    """The request can never be right as it is: `violations` names every field at fault. Nothing was computed."""
+
+
+class Unsupported(RequestError):
+    """The server knows what was asked for and cannot do it yet; `violations` names the fields to leave unset."""
+
+
+class NotFound(RequestError):
+    """Another model is served than the one asked for."""
+
+
+class AlreadyExists(RequestError):
+    """A live request has this `request_id`."""
+
+
+class QueueFull(RequestError):
+    """The server takes no more requests now; try again after `retry_after_s`."""
+
+
+class DeadlineExceeded(RequestError):
+    """The request's `timeout` has passed."""
+
+
+class Cancelled(RequestError):
+    """The request was cancelled by the server, or by gRPC on the way to it."""
+
+
+class Unavailable(RequestError):
+    """Nobody answers, or the server drains or has lost what it needs; try elsewhere or after `retry_after_s`."""
+
+
+class InternalError(RequestError):
+    """A bug of the server; its log has the request id."""
+
+
+_NAMED: dict[grpc.StatusCode, type[RequestError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFull,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.INTERNAL: InternalError,
+}
+
+
+def named(refusal: Refusal) -> RequestError:
+    """The named error for a refusal."""
+    error = _NAMED.get(refusal.code, RequestError)
+    if error is QueueFull and refusal.retry_delay_ms is None:
+        # gRPC itself says RESOURCE_EXHAUSTED to a message over the size limit, and no retry helps that.
+        error = InvalidRequest
+    return error(refusal)
+
+
+def from_rpc_error(error: grpc.RpcError) -> RequestError:
+    """The named error for a failed call of a sync or an asyncio stub."""
+    # What the stubs raise is the call itself (sync) or has its methods (asyncio); the base class says neither.
+    call = cast(grpc.Call, error)
+    return named(from_status(call.code(), call.details() or call.code().name, _details(call)))
+
+
+def _details(call: grpc.Call) -> Status | None:
+    # Read here rather than with grpc_status, whose asyncio half wants the call and not the error that came out of it.
+    for key, value in call.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return Status.FromString(value)
+            except DecodeError:
+                return None
+    return None

@@ -1,0 +1,161 @@
+"""What the local cluster is told: the command lines of worker, scheduler and router, from the options of `pagewire up`.
+
+The services are started by name, as any other user of this machine would; this room imports nothing of theirs.
+"""
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from pagewire import state
+from pagewire.cluster import LaunchError, ServiceProcess
+from pagewire.processes import module_command
+
+SERVICES = ("worker", "scheduler", "router")
+# Options of `pagewire up` that are one fact for several services.
+SHARED_OPTIONS = {
+    "dtype": ("worker",),
+    "kv_cache_bytes": ("worker",),
+    "served_model_name": ("worker",),
+    "max_num_seqs": ("scheduler",),
+    "max_num_batched_tokens": ("scheduler", "worker"),
+    "log_level": SERVICES,
+    "log_format": SERVICES,
+}
+# Services give live requests this long after SIGTERM unless told otherwise, and then take a moment to end.
+_DRAIN_GRACE_S = 30.0
+_STOP_MARGIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One option of one service, as in `--set worker.block-size=16`."""
+
+    service: str
+    option: str
+    value: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """A setting from "SERVICE.OPTION=VALUE".
+
+        Raises:
+            LaunchError: it is not of that form, or names no service.
+        """
+        name, equals, value = text.partition("=")
+        service, dot, option = name.partition(".")
+        if not (equals and dot and option) or service not in SERVICES:
+            raise LaunchError(f"--set {text}: write SERVICE.OPTION=VALUE, where SERVICE is {', '.join(SERVICES)}")
+        return cls(service, option.replace("_", "-"), value)
+
+    def __str__(self) -> str:
+        return f"{self.service}.{self.option}={self.value}"
+
+    @property
+    def argument(self) -> str:
+        """As the service's command line takes it; true and false are given as --option and --no-option."""
+        if self.value in ("true", "false"):
+            return f"--{self.option}" if self.value == "true" else f"--no-{self.option}"
+        return f"--{self.option}={self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """A cluster to launch.
+
+    Attributes:
+        model: a checkpoint's folder or a hub name, as services take it.
+        settings: what the services are told beside what connects them; the last one counts.
+        log_file: where the launcher's output goes, for `status` to tell; None for a terminal.
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 50051
+    settings: tuple[Setting, ...] = ()
+    log_file: Path | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the router listens."""
+        return _address(self.host, self.port)
+
+    @property
+    def target(self) -> str:
+        """Where clients on this machine connect."""
+        return _address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port)
+
+    def value(self, service: str, option: str, default: str) -> str:
+        """What a service is told of an option; `default` if nothing."""
+        values = [s.value for s in self.settings if (s.service, s.option) == (service, option)]
+        return values[-1] if values else default
+
+    def arguments(self) -> list[str]:
+        """The same as arguments of `pagewire up`."""
+        log_file = ["--log-file", str(self.log_file)] if self.log_file else []
+        settings = [argument for setting in self.settings for argument in ("--set", str(setting))]
+        return ["--model", self.model, "--host", self.host, "--port", str(self.port), *log_file, *settings]
+
+
+def shared_settings(**values: str | int | None) -> tuple[Setting, ...]:
+    """Settings for the options of `SHARED_OPTIONS` that are not None."""
+    return tuple(
+        Setting(service, option.replace("_", "-"), str(value))
+        for option, value in values.items()
+        if value is not None
+        for service in SHARED_OPTIONS[option]
+    )
+
+
+def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
+    """The three services in the order of their start, with their sockets in `directory`."""
+    worker, scheduler = f"unix:{directory}/worker.sock", f"unix:{directory}/scheduler.sock"
+    wiring = {
+        "worker": (worker, ["--listen", worker, "--model", options.model]),
+        "scheduler": (scheduler, ["--listen", scheduler, "--worker", worker]),
+        "router": (
+            options.target,
+            ["--listen", options.address, "--scheduler", scheduler, "--model", options.model],
+        ),
+    }
+    return [
+        ServiceProcess(
+            name,
+            module_command(name, [*arguments, *(s.argument for s in options.settings if s.service == name)]),
+            address,
+            stop_within_s=_grace_s(options, name) + _STOP_MARGIN_S,
+        )
+        for name, (address, arguments) in wiring.items()
+    ]
+
+
+def check_free(options: LaunchOptions) -> None:
+    """Raises LaunchError when the port is taken, and says by which cluster if it is one of ours."""
+    running = state.load(options.port)
+    if running is not None:
+        remedy = f"`pagewire down --port {options.port}` stops it"
+        raise LaunchError(f"a cluster runs on port {options.port} already (pid {running.launcher_pid}); {remedy}")
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        socket.create_server((options.host, options.port), family=family).close()
+    except OSError as error:
+        raise LaunchError(f"cannot listen on {options.address}: {error.strerror}; choose another --port") from error
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _grace_s(options: LaunchOptions, service: str) -> float:
+    try:
+        return float(options.value(service, "drain-grace-s", str(_DRAIN_GRACE_S)))
+    except ValueError:
+        # The service itself refuses the value, in better words.
+        return _DRAIN_GRACE_S
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

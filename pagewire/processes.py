@@ -1,0 +1,91 @@
+"""How our programs are started as child processes, and what Linux says about processes. Knows no service by name."""
+
+import os
+import site
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Becomes another program, which is killed when the process that started it ends, however that happens. A program of its
+# own, since no Python may run between fork and exec in a child of a process with gRPC's threads (its fork_support.md).
+_TIED = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):  # else the parent died before the line above
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def module_command(module: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:
+    """`python -m module`, which finds our module and not one of that name in the user's current folder."""
+    return (sys.executable, "-P", "-m", module, *arguments)
+
+
+def tied(command: Sequence[str]) -> tuple[str, ...]:
+    """The same command, as a child that is killed when the process that runs now ends."""
+    return (sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command)
+
+
+def environment() -> dict[str, str]:
+    """The environment for `module_command`: ours, and the repository's root on the path where it is not installed."""
+    variables = dict(os.environ)
+    if str(ROOT) not in site.getsitepackages():
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), str(ROOT)]))
+    return variables
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot: it tells reused pids apart. None if the process is gone."""
+    fields = _stat(pid)
+    # A zombie has ended; only its parent has not looked yet.
+    return int(fields[19]) if fields and fields[0] != "Z" else None
+
+
+def uptime_s(pid: int) -> float | None:
+    """How long a process has run, in seconds; None if it is gone."""
+    ticks = start_ticks(pid)
+    return None if ticks is None else time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def with_descendants(pids: Iterable[int]) -> list[int]:
+    """These processes and all that they have started, directly or not."""
+    parents = {pid: int(fields[1]) for pid in _all_pids() if (fields := _stat(pid))}
+    found = [pid for pid in pids if pid in parents]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid and child not in found]
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process and its descendants that is in RAM now; 0 if it is gone."""
+    return sum(_memory(each).get("VmRSS", 0) for each in with_descendants([pid]))
+
+
+def peak_resident_bytes(pids: Iterable[int]) -> int:
+    """The sum of the greatest resident size that each of these processes and their descendants has had."""
+    return sum(_memory(pid).get("VmHWM", 0) for pid in with_descendants(pids))
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the state on; proc(5) counts it as the third."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _memory(pid: int) -> Mapping[str, int]:
+    """The Vm lines of /proc/PID/status, in bytes."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    rows = (line.split() for line in lines if line.startswith("Vm"))
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}

@@ -1,0 +1,199 @@
+"""What the clients give back, as plain values, and how they are made of the public API's messages."""
+
+import enum
+from dataclasses import dataclass, field
+
+from protos.pagewire.v1 import generation_pb2 as pb
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended."""
+
+    # An end-of-sequence id, a stop id or a stop string; `stop_match` says which.
+    STOP = "stop"
+    # `max_tokens` or the context length.
+    LENGTH = "length"
+    # Cancelled, or given up by the server.
+    ABORTED = "aborted"
+    # Never started: the prompt can not fit into the KV cache.
+    IGNORED = "ignored"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one sequence has said since its last delta.
+
+    Attributes:
+        index: which of the n sequences; from 0.
+        text: never holds half a character.
+        token_ids: empty unless asked for with `token_ids=True`.
+        finish_reason: None while the sequence goes on.
+        stop_match: the stop string or the token id that ended the sequence.
+        cumulative_logprob: sum of the log-probabilities of the sequence's tokens; set with `finish_reason`.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_match: str | int | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output(Delta):
+    """All that one sequence has said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts over all sequences of a request."""
+
+    prompt_tokens: int
+    # Prompt tokens whose KV was found in the prefix cache.
+    cached_prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Measured at the router, from the arrival of the request."""
+
+    # Until the scheduler first planned the request.
+    queue_ms: float
+    # Until the first token; 0 when there was none.
+    ttft_ms: float
+    total_ms: float
+    # How often the request lost its blocks to others and was computed again.
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer: whole, or as far as its stream has come.
+
+    Attributes:
+        outputs: one per sequence, by index.
+        usage: None until the answer is whole.
+        timings: None until the answer is whole.
+    """
+
+    request_id: str
+    outputs: tuple[Output, ...]
+    usage: Usage | None
+    timings: Timings | None
+
+    @property
+    def text(self) -> str:
+        """The text of the first sequence."""
+        return self.outputs[0].text if self.outputs else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is served, and within which limits; the fields are those of GetModelResponse, where each is explained."""
+
+    model: str
+    context_length: int
+    vocabulary_size: int
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    num_blocks: int
+    kv_cache_note: str
+    max_prompt_tokens: int
+    max_n: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    adapters: tuple[str, ...]
+    eos_token_ids: tuple[int, ...]
+
+
+class Transcript:
+    """Adds up the messages of one stream to the answer that they make."""
+
+    def __init__(self) -> None:
+        self._request_id = ""
+        self._sequences: dict[int, _Sequence] = {}
+        self._usage: Usage | None = None
+        self._timings: Timings | None = None
+
+    def add(self, response: pb.GenerateResponse) -> list[Delta]:
+        """Takes the next message; gives its deltas."""
+        self._request_id = response.request_id
+        deltas = [_delta(output) for output in response.outputs]
+        for delta in deltas:
+            self._sequences.setdefault(delta.index, _Sequence()).add(delta)
+        if response.HasField("usage"):
+            self._usage = _usage(response.usage)
+        if response.HasField("timings"):
+            self._timings = _timings(response.timings)
+        return deltas
+
+    def completion(self) -> Completion:
+        """The answer so far."""
+        outputs = tuple(sequence.output(index) for index, sequence in sorted(self._sequences.items()))
+        return Completion(self._request_id, outputs, self._usage, self._timings)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """Pieces of one sequence, joined only when asked for, and its last delta."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    last: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.last = delta
+
+    def output(self, index: int) -> Output:
+        end = self.last or Delta(index, "")
+        text, ids = "".join(self.texts), tuple(self.token_ids)
+        return Output(index, text, ids, end.finish_reason, end.stop_match, end.cumulative_logprob)
+
+
+def completion(response: pb.CompleteResponse) -> Completion:
+    """The answer of Complete."""
+    outputs = tuple(Output(*_parts(output)) for output in response.outputs)
+    return Completion(response.request_id, outputs, _usage(response.usage), _timings(response.timings))
+
+
+def model(response: pb.GetModelResponse) -> Model:
+    """The answer of GetModel."""
+    fields = {name: getattr(response, name) for name in Model.__dataclass_fields__}
+    return Model(**fields | {"adapters": tuple(response.adapters), "eos_token_ids": tuple(response.eos_token_ids)})
+
+
+_FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    pb.FINISH_REASON_ABORTED: FinishReason.ABORTED,
+    pb.FINISH_REASON_IGNORED: FinishReason.IGNORED,
+}
+
+
+def _delta(output: pb.Output) -> Delta:
+    return Delta(*_parts(output))
+
+
+def _parts(output: pb.Output) -> tuple[int, str, tuple[int, ...], FinishReason | None, str | int | None, float | None]:
+    match = output.stop_match.WhichOneof("match")
+    return (
+        output.index,
+        output.text,
+        tuple(output.token_ids),
+        _FINISH_REASONS.get(output.finish_reason),
+        getattr(output.stop_match, match) if match else None,
+        output.cumulative_logprob if output.HasField("cumulative_logprob") else None,
+    )
+
+
+def _usage(usage: pb.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.cached_prompt_tokens, usage.completion_tokens)
+
+
+def _timings(timings: pb.Timings) -> Timings:
+    return Timings(timings.queue_ms, timings.ttft_ms, timings.total_ms, timings.preemptions)

@@ -1,0 +1,82 @@
+"""`pagewire status`: the processes of a local cluster, their health, what is served, and how full it is."""
+
+import grpc
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from pagewire import health, state
+from pagewire.client import Client
+from pagewire.errors import RequestError
+from pagewire.processes import resident_bytes, uptime_s
+from pagewire.state import ClusterState
+from protos.pagewire.v1 import introspection_pb2, introspection_pb2_grpc
+
+_TIMEOUT_S = 2.0
+
+
+def show(port: int, console: Console) -> bool:
+    """Prints what runs on a port of this machine; gives whether it serves."""
+    running = state.load(port)
+    target = running.target if running else f"127.0.0.1:{port}"
+    answer = health.check(target)
+    if running:
+        console.print(_processes(running))
+    elif answer.startswith("no answer"):
+        console.print(f"nothing runs on port {port}; `pagewire up` starts a cluster")
+        return False
+    console.print(f"listens  {target}, {answer}")
+    if answer == health.SERVING:
+        _show_model(target, console)
+        _show_load(target, console)
+    if running and running.log_file:
+        console.print(f"log      {running.log_file}", soft_wrap=True)
+    return answer == health.SERVING
+
+
+def _processes(running: ClusterState) -> Table:
+    table = Table("process", "pid", "up", "memory", "health", box=None, pad_edge=False, header_style="bold")
+    pids = {"launcher": running.launcher_pid} | running.service_pids
+    for name in ("launcher", *running.addresses):
+        pid = pids.get(name)
+        up_s = None if pid is None else uptime_s(pid)
+        if pid is None or up_s is None:
+            table.add_row(name, "-", "-", "-", "not running")
+            continue
+        # The services are the launcher's descendants; only their own rows count them.
+        memory = resident_bytes(pid) - (
+            sum(map(resident_bytes, running.service_pids.values())) if name == "launcher" else 0
+        )
+        answer = health.check(running.addresses[name]) if name in running.addresses else ""
+        table.add_row(name, str(pid), _duration(up_s), decimal(memory), answer)
+    return table
+
+
+def _show_model(target: str, console: Console) -> None:
+    with Client(target) as client:
+        try:
+            model = client.model(timeout=_TIMEOUT_S)
+        except RequestError as error:
+            console.print(f"model    unknown: {error}", markup=False)
+            return
+    console.print(f"model    {model.model}, {model.dtype}, {model.context_length} tokens of context", markup=False)
+
+
+def _show_load(target: str, console: Console) -> None:
+    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub = introspection_pb2_grpc.IntrospectionServiceStub(channel)
+        try:
+            now = stub.GetState(introspection_pb2.GetStateRequest(), timeout=_TIMEOUT_S).state
+        except grpc.RpcError as error:
+            console.print(f"load     unknown: {error.code().name}")  # type: ignore[attr-defined]
+            return
+    pool = now.block_pool
+    available = pool.num_free + pool.num_cached
+    console.print(f"blocks   {available} of {pool.num_total} free, {pool.num_cached} of them cached")
+    console.print(f"requests {now.num_running} running, {now.num_waiting} waiting, {now.num_swapped} swapped")
+
+
+def _duration(seconds: float) -> str:
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}"

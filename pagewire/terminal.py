@@ -1,0 +1,106 @@
+"""How `pagewire generate` and `pagewire chat` show answers: text on standard output as it comes, remarks on standard error."""
+
+import dataclasses
+import json
+import sys
+
+from rich.console import Console
+
+from pagewire.client import Client, Stream
+from pagewire.errors import RequestError
+from pagewire.request import Message, Options
+from pagewire.results import Completion
+
+_PROMPT = "> "
+
+
+def show(stream: Stream, *, headings: bool) -> Completion:
+    """Writes an answer as it is made; with headings each of several sequences when it is done. Gives the whole answer."""
+    with stream:
+        for delta in stream:
+            if not headings:
+                _write(delta.text)
+            elif delta.finish_reason is not None:
+                done = next(output for output in stream.completion.outputs if output.index == delta.index)
+                _write(f"--- {delta.index}: {delta.finish_reason.value} ---\n{done.text}\n")
+    if not headings:
+        _write("\n")
+    return stream.completion
+
+
+def summary(completion: Completion) -> str:
+    """How fast an answer came, in a line; "" for one that is not whole."""
+    usage, timings = completion.usage, completion.timings
+    if usage is None or timings is None:
+        return ""
+    cached = f", {usage.cached_prompt_tokens} cached" if usage.cached_prompt_tokens else ""
+    parts = [f"TTFT {timings.ttft_ms:.0f} ms"]
+    rate = tokens_per_second(completion)
+    if rate is not None:
+        parts.append(f"{rate:.1f} tokens/s")
+    parts.append(f"{usage.completion_tokens} tokens in {timings.total_ms / 1000:.2f} s")
+    parts.append(f"prompt of {usage.prompt_tokens}{cached}")
+    return ", ".join(parts[:-1]) + f" ({parts[-1]})"
+
+
+def tokens_per_second(completion: Completion) -> float | None:
+    """Tokens after each sequence's first, over the time after the first token; None where there is no such token."""
+    usage, timings = completion.usage, completion.timings
+    if usage is None or timings is None:
+        return None
+    later = usage.completion_tokens - len(completion.outputs)
+    decode_s = (timings.total_ms - timings.ttft_ms) / 1000
+    return later / decode_s if later > 0 and decode_s > 0 else None
+
+
+def as_json(completion: Completion) -> str:
+    """Everything in an answer as one JSON object."""
+    return json.dumps(dataclasses.asdict(completion), default=lambda reason: reason.value, ensure_ascii=False)
+
+
+class Conversation:
+    """A chat in the terminal: keeps what was said, and sends it all with every turn."""
+
+    def __init__(self, client: Client, system: str | None, options: Options, remarks: Console) -> None:
+        self._client = client
+        self._options = options
+        self._remarks = remarks
+        self._messages = [Message(role="system", content=system)] if system else []
+
+    def run(self) -> None:
+        """Answers lines from standard input until it ends. On a terminal Ctrl-C interrupts an answer and errors end a turn."""
+        if not sys.stdin.isatty():
+            for line in sys.stdin:
+                self._turn(line.strip())
+            return
+        import readline  # noqa: F401 # gives `input` its line editing
+
+        self._remarks.print("[dim]Ctrl-C interrupts an answer, Ctrl-D leaves.[/]")
+        while True:
+            try:
+                self._turn(input(_PROMPT).strip())
+            except EOFError:
+                _write("\n")
+                return
+            except KeyboardInterrupt:
+                _write("\n")
+            except RequestError as error:
+                self._remarks.print(str(error), style="red", markup=False)
+
+    def _turn(self, text: str) -> None:
+        if not text:
+            return
+        asked = Message(role="user", content=text)
+        stream = self._client.stream([*self._messages, asked], **self._options)
+        try:
+            completion = show(stream, headings=False)
+            self._remarks.print(summary(completion), style="dim", markup=False)
+        finally:
+            # What was said before an interruption stays said; a turn that got no answer is forgotten.
+            if answer := stream.completion.text:
+                self._messages += [asked, Message(role="assistant", content=answer)]
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

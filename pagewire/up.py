@@ -1,0 +1,140 @@
+"""`pagewire up` in the foreground: one cluster, its state file, and what the terminal shows until it is drained."""
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+import time
+from dataclasses import replace
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from pagewire import state
+from pagewire.cluster import Cluster
+from pagewire.launch import LaunchOptions, check_free, services
+from pagewire.processes import start_ticks
+from pagewire.state import ClusterState
+from protos.process import Settings, start_logging
+
+_COLOURS = {"worker": "magenta", "scheduler": "cyan", "router": "green"}
+# The path of a socket in our folder must stay below Linux's 108 bytes.
+_LONGEST_FOLDER = 70
+log = logging.getLogger(__name__)
+
+
+def up(options: LaunchOptions) -> int:
+    """Runs the cluster until Ctrl-C or SIGTERM drains it; a second one ends it at once. Gives the exit status.
+
+    Raises:
+        LaunchError: it cannot start, or cannot go on.
+    """
+    check_free(options)
+    parent = tempfile.gettempdir()
+    if len(parent) > _LONGEST_FOLDER:
+        parent = "/tmp"
+    with tempfile.TemporaryDirectory(prefix="pagewire-", dir=parent, ignore_cleanup_errors=True) as directory:
+        return asyncio.run(_Foreground(options, directory).run())
+
+
+class _Foreground:
+    """One run of `pagewire up`: the cluster, its state file, and what the terminal shows."""
+
+    def __init__(self, options: LaunchOptions, directory: str) -> None:
+        chain = services(options, directory)
+        self._state = ClusterState(
+            launcher_pid=os.getpid(),
+            launcher_start_ticks=start_ticks(os.getpid()) or 0,
+            port=options.port,
+            target=options.target,
+            model=options.model,
+            directory=directory,
+            log_file=str(options.log_file) if options.log_file else None,
+            stop_within_s=sum(service.stop_within_s for service in chain),
+            addresses={service.name: service.address for service in chain},
+            service_pids={},
+            serving=False,
+        )
+        self._options = options
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._status = Status("", console=self._console)
+        self._started = time.monotonic()
+        self._cluster = Cluster(chain, on_line=self._line, on_waiting=self._waiting, on_pids=self._pids)
+        self._stop = asyncio.Event()
+        self._forced = False
+
+    async def run(self) -> int:
+        """Until a signal; gives the exit status."""
+        start_logging("launcher", self._log_settings())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        try:
+            if self._console.is_terminal:
+                self._status.start()
+            await self._cluster.run(self._stop, self._ready)
+        finally:
+            self._status.stop()
+            state.remove(self._state)
+        return 1 if self._forced else 0
+
+    def _log_settings(self) -> Settings:
+        """The launcher logs as the router does."""
+        names = {"log_level": "info", "log_format": "text"}
+        told = {name: self._options.value("router", name.replace("_", "-"), value) for name, value in names.items()}
+        try:
+            return Settings.model_validate(told)
+        except ValidationError:
+            # The services refuse it in better words.
+            return Settings.model_validate(names)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._forced = True
+            self._cluster.kill()
+            return
+        self._stop.set()
+        self._status.update("finishing live requests; Ctrl-C once more ends them")
+        if self._console.is_terminal:
+            self._status.start()
+        log.info("stopping")
+
+    def _ready(self) -> None:
+        self._status.stop()
+        self._save(serving=True)
+        after_s = round(time.monotonic() - self._started, 1)
+        log.info("serving", extra={"target": self._options.target, "after_s": after_s})
+        if self._console.is_terminal:
+            here = "" if self._options.port == 50051 else f" --target {self._options.target}"
+            self._console.print(f'[bold]Ready.[/] Try: pagewire generate "The capital of France is"{here}')
+
+    def _waiting(self, name: str) -> None:
+        self._status.update(f"waiting for the {name}")
+
+    def _pids(self, pids: dict[str, int]) -> None:
+        self._save(service_pids=pids)
+
+    def _save(self, **changes: object) -> None:
+        self._state = replace(self._state, **changes)  # type: ignore[arg-type]
+        state.save(self._state)
+
+    def _line(self, name: str, line: str) -> None:
+        try:
+            if self._console.is_terminal:
+                self._console.print(_coloured(name, line))
+            else:
+                print(line, flush=True)
+        except BrokenPipeError:
+            # `pagewire up | head`: nobody reads any more.
+            self._stop.set()
+
+
+def _coloured(name: str, line: str) -> Text:
+    """A log line whose service's name, near its start, has the service's colour."""
+    text = Text(line)
+    place = line.find(name, 0, 40)
+    if place >= 0:
+        text.stylize(_COLOURS.get(name, "bold"), place, place + len(name))
+    return text

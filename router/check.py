@@ -1,0 +1,270 @@
+"""Checks a GenerateRequest and resolves its defaults: all violations at once, nothing repaired in silence."""
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from protos.errors import Refusal, Violation, invalid_argument, unsupported
+from protos.pagewire.v1 import generation_pb2 as pb
+from protos.sampling_pb2 import Sampling
+from router.tokenizer import GenerationDefaults
+
+MAX_REQUEST_ID_BYTES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What requests are checked against."""
+
+    name: str
+    context_length: int
+    vocabulary_size: int
+    max_n: int
+    defaults: GenerationDefaults
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt, which leaves room for one token of output."""
+        return self.context_length - 1
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request with every default resolved.
+
+    Attributes:
+        stop_token_ids: of the client, and the model's own unless it ignores them.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    n: int
+    max_tokens: int
+    min_tokens: int
+    stop_strings: Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop_string: bool
+    with_token_ids: bool
+    echo: str
+
+
+def check_model(name: str, served: str) -> None:
+    """Refuses a request for a model that is not served."""
+    if name and name != served:
+        message = f"model: {name!r} is not served here; leave it empty or send {served!r}"
+        raise Refusal(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", message)
+
+
+def check_before_tokenizing(request: pb.GenerateRequest, model: ServedModel, max_token_bytes: int) -> None:
+    """Refuses what can be refused without the prompt's tokens.
+
+    Raises:
+        Refusal: NOT_FOUND for another model, INVALID_ARGUMENT with all violations, UNIMPLEMENTED with all fields that
+            a later version will know what to do with.
+    """
+    check_model(request.model, model.name)
+    found = _Violations()
+    found.require(
+        "request_id",
+        len(request.request_id) <= MAX_REQUEST_ID_BYTES
+        and request.request_id.isascii()
+        and request.request_id.isprintable(),
+        f"must be at most {MAX_REQUEST_ID_BYTES} bytes of printable ASCII",
+    )
+    _check_prompt(request, model, max_token_bytes, found)
+    _check_sampling(request.sampling, model, found)
+    _check_stop(request.stop, model, found)
+    if found.violations:
+        raise invalid_argument(found.violations)
+    later = _unsupported_fields(request)
+    if later:
+        raise unsupported(later)
+
+
+def resolve(
+    request: pb.GenerateRequest, request_id: str, prompt_token_ids: Sequence[int], echo: str, model: ServedModel
+) -> CheckedRequest:
+    """The request with its prompt's tokens, checked against the context length, and its defaults.
+
+    Raises:
+        Refusal: INVALID_ARGUMENT: an empty or too long prompt, or more max_tokens than the context has room for.
+    """
+    found = _Violations()
+    num_prompt_tokens = len(prompt_token_ids)
+    field = request.WhichOneof("prompt") or "prompt"
+    found.require(field, num_prompt_tokens > 0, "must not be empty: it gives no tokens")
+    fits = num_prompt_tokens <= model.max_prompt_tokens
+    found.require(field, fits, _too_long(f"has {num_prompt_tokens} tokens", model))
+    stop = request.stop
+    room = model.context_length - num_prompt_tokens
+    max_tokens = stop.max_tokens if stop.HasField("max_tokens") else room
+    if fits:
+        found.require(
+            "stop.max_tokens",
+            max_tokens <= room,
+            f"must be at most {room}: the prompt's {num_prompt_tokens} tokens and the output share a context of "
+            f"{model.context_length}",
+        )
+    if found.violations:
+        raise invalid_argument(found.violations)
+    eos = () if stop.ignore_eos else model.defaults.eos_token_ids
+    stop_token_ids = tuple(dict.fromkeys((*stop.token_ids, *eos)))
+    n = request.sampling.n if request.sampling.HasField("n") else 1
+    return CheckedRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        sampling=_sampling(request, model.defaults, num_prompt_tokens, stop_token_ids),
+        n=n,
+        max_tokens=max_tokens,
+        min_tokens=stop.min_tokens,
+        stop_strings=tuple(stop.strings),
+        stop_token_ids=stop_token_ids,
+        include_stop_string=stop.include_stop_string,
+        with_token_ids=request.output.token_ids,
+        echo=echo,
+    )
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocabulary_size: int) -> list[Violation]:
+    """A violation for each of the first ids outside the vocabulary."""
+    wrong = [(place, token_id) for place, token_id in enumerate(token_ids) if token_id >= vocabulary_size]
+    return [
+        Violation(f"{field}[{place}]", f"{token_id} is outside the vocabulary: 0 .. {vocabulary_size - 1}")
+        for place, token_id in wrong[:8]
+    ]
+
+
+class _Violations:
+    """Collects what is wrong."""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+
+    def require(self, field: str, holds: bool, description: str) -> None:
+        if not holds:
+            self.violations.append(Violation(field, description))
+
+
+def _too_long(what: str, model: ServedModel) -> str:
+    return f"{what}; at most {model.max_prompt_tokens} fit into a context of {model.context_length} with one to sample"
+
+
+def _check_prompt(request: pb.GenerateRequest, model: ServedModel, max_token_bytes: int, found: _Violations) -> None:
+    match request.WhichOneof("prompt"):
+        case None:
+            found.require("prompt", False, "is required: set text, token_ids or chat")
+        case "text":
+            # A text this long is refused without the seconds that tokenizing it takes.
+            fewest = len(request.text.encode()) // max_token_bytes
+            found.require("text", bool(request.text), "must not be empty")
+            found.require("text", fewest <= model.max_prompt_tokens, _too_long(f"has at least {fewest} tokens", model))
+        case "token_ids":
+            found.require("token_ids.ids", bool(request.token_ids.ids), "must not be empty")
+            found.violations += check_token_ids("token_ids.ids", request.token_ids.ids, model.vocabulary_size)
+        case "chat":
+            found.require("chat.messages", bool(request.chat.messages), "must not be empty")
+            for place, message in enumerate(request.chat.messages):
+                found.require(f"chat.messages[{place}].role", bool(message.role), "must not be empty")
+            fewest = sum(len(message.content.encode()) for message in request.chat.messages) // max_token_bytes
+            found.require("chat", fewest <= model.max_prompt_tokens, _too_long(f"has at least {fewest} tokens", model))
+
+
+def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: _Violations) -> None:
+    ranges: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+        ("temperature", lambda value: 0 <= value <= 100, "must be in [0, 100]; 0 is greedy"),
+        ("top_p", lambda value: 0 < value <= 1, "must be in (0, 1]; 1 keeps all tokens"),
+        ("top_k", lambda value: value >= 0, "must be 0 (all tokens) or more"),
+        ("min_p", lambda value: 0 <= value <= 1, "must be in [0, 1]"),
+        ("typical_p", lambda value: 0 < value <= 1, "must be in (0, 1]"),
+        ("repetition_penalty", lambda value: 0 < value < math.inf, "must be over 0; 1 is off"),
+        ("presence_penalty", lambda value: -2 <= value <= 2, "must be in [-2, 2]"),
+        ("frequency_penalty", lambda value: -2 <= value <= 2, "must be in [-2, 2]"),
+        ("length_penalty", lambda value: -math.inf < value < math.inf, "must be finite"),
+        ("n", lambda value: 1 <= value <= model.max_n, f"must be in 1 .. {model.max_n}"),
+        ("best_of", lambda value: value >= 1, "must be at least 1"),
+        ("beam_width", lambda value: value >= 0, "must be 0 (no beam search) or more"),
+    )
+    for name, holds, description in ranges:
+        if sampling.HasField(name):
+            value = getattr(sampling, name)
+            found.require(f"sampling.{name}", holds(value), f"is {value:.6g}; {description}")
+    for token_id, bias in sampling.logit_bias.items():
+        found.require(f"sampling.logit_bias[{token_id}]", -100 <= bias <= 100, "must be in [-100, 100]")
+    found.violations += check_token_ids("sampling.logit_bias", sorted(sampling.logit_bias), model.vocabulary_size)
+
+
+def _check_stop(stop: pb.StopConditions, model: ServedModel, found: _Violations) -> None:
+    if stop.HasField("max_tokens"):
+        found.require("stop.max_tokens", stop.max_tokens >= 1, f"is {stop.max_tokens}; must be at least 1")
+        in_order = stop.min_tokens <= max(1, stop.max_tokens)
+        found.require("stop.min_tokens", in_order, f"must be at most stop.max_tokens ({stop.max_tokens})")
+    found.require("stop.min_tokens", stop.min_tokens >= 0, f"is {stop.min_tokens}; must be 0 or more")
+    found.require("stop.strings", len(stop.strings) <= MAX_STOP_STRINGS, f"must be at most {MAX_STOP_STRINGS}")
+    for place, text in enumerate(stop.strings):
+        found.require(
+            f"stop.strings[{place}]",
+            0 < len(text) <= MAX_STOP_STRING_CHARS,
+            f"must have 1 .. {MAX_STOP_STRING_CHARS} characters",
+        )
+    found.require("stop.token_ids", len(stop.token_ids) <= MAX_STOP_TOKEN_IDS, f"must be at most {MAX_STOP_TOKEN_IDS}")
+    found.violations += check_token_ids("stop.token_ids", stop.token_ids, model.vocabulary_size)
+
+
+def _unsupported_fields(request: pb.GenerateRequest) -> list[str]:
+    """Fields set to anything but what leaves them without effect."""
+    sampling, output = request.sampling, request.output
+    n = sampling.n if sampling.HasField("n") else 1
+    neutral: dict[str, float] = {
+        "typical_p": 1,
+        "repetition_penalty": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "best_of": n,
+        "beam_width": 0,
+        "length_penalty": 1,
+    }
+    fields = [
+        f"sampling.{name}"
+        for name, value in neutral.items()
+        if sampling.HasField(name) and getattr(sampling, name) != value
+    ]
+    others = {
+        "sampling.logit_bias": bool(sampling.logit_bias),
+        "sampling.early_stopping": bool(sampling.early_stopping),
+        "output.logprobs": output.HasField("logprobs"),
+        "output.prompt_logprobs": output.HasField("prompt_logprobs"),
+        "priority": request.priority != 0,
+        "structure": request.HasField("structure"),
+        "adapter": bool(request.adapter),
+    }
+    return fields + [field for field, is_set in others.items() if is_set]
+
+
+def _sampling(
+    request: pb.GenerateRequest, defaults: GenerationDefaults, num_prompt_tokens: int, stop_token_ids: Sequence[int]
+) -> Sampling:
+    params = request.sampling
+
+    def first_set(name: str, fallback: float) -> float:
+        if params.HasField(name):
+            return getattr(params, name)
+        named = getattr(defaults, name)
+        return fallback if named is None else named
+
+    return Sampling(
+        temperature=first_set("temperature", 1.0),
+        top_p=first_set("top_p", 1.0),
+        top_k=int(first_set("top_k", 0)),
+        min_p=first_set("min_p", 0.0),
+        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
+        stop_token_ids=stop_token_ids,
+        min_tokens=request.stop.min_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+    )

@@ -1,0 +1,203 @@
+"""A request while it is answered: its sequences' text as it grows, and the mailbox that its stream is written from.
+
+What the writer has not taken is merged into one delta per sequence, so a slow client costs at most the length of its
+own output, and nobody else's time.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from protos import session_pb2
+from protos.errors import Refusal
+from protos.pagewire.v1 import generation_pb2 as pb
+from router.check import CheckedRequest
+from router.detokenizer import Detokenizer, Match, StopStrings
+from router.tokenizer import Tokenizer
+
+_FINISH_REASON = {
+    session_pb2.FINISH_STATUS_STOPPED: pb.FINISH_REASON_STOP,
+    session_pb2.FINISH_STATUS_LENGTH_CAPPED: pb.FINISH_REASON_LENGTH,
+    session_pb2.FINISH_STATUS_ABORTED: pb.FINISH_REASON_ABORTED,
+    session_pb2.FINISH_STATUS_IGNORED: pb.FINISH_REASON_IGNORED,
+}
+
+
+class OutputStream:
+    """One sequence: tokens in, text out, with the delta that the client has not got yet.
+
+    Attributes:
+        num_tokens: tokens received and counted; none after a stop string's last.
+        ended: the scheduler has reported its end.
+    """
+
+    def __init__(self, index: int, request: CheckedRequest, tokenizer: Tokenizer) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.num_received = 0
+        self.ended = False
+        self._match: Match | None = None
+        self._request = request
+        self._detokenizer = Detokenizer(tokenizer.backend, request.prompt_token_ids)
+        self._stops = StopStrings(request.stop_strings, include=request.include_stop_string)
+        self._delta = pb.Output(index=index, text=request.echo)
+        self._has_delta = bool(request.echo)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found; what the scheduler still sends is overrun."""
+        return self._match is not None
+
+    @property
+    def has_delta(self) -> bool:
+        """Whether there is something that the client has not got."""
+        return self._has_delta
+
+    def push(self, token_ids: Sequence[int], end: session_pb2.Finished | None) -> None:
+        """Takes tokens in order; with `end` they are the last ones."""
+        self.num_received += len(token_ids)
+        hidden = end is not None and end.HasField("stop_token_id") and not self._request.include_stop_string
+        for place, token_id in enumerate(token_ids):
+            if self.stopped:
+                break
+            self.num_tokens += 1
+            if self._request.with_token_ids:
+                self._delta.token_ids.append(token_id)
+                self._has_delta = True
+            if hidden and place == len(token_ids) - 1:
+                break
+            self._push_text(self._detokenizer.push(token_id))
+        if end is not None:
+            self._end(end)
+
+    def take_delta(self) -> pb.Output | None:
+        """What came since the last time; None when nothing did."""
+        if not self._has_delta:
+            return None
+        delta, self._delta, self._has_delta = self._delta, pb.Output(index=self.index), False
+        return delta
+
+    def _push_text(self, piece: str) -> None:
+        if self.num_tokens > self._request.min_tokens:
+            shown = self._stops.push(piece)
+            if isinstance(shown, Match):
+                self._match = shown
+                piece = shown.text
+            else:
+                piece = shown
+        if piece:
+            self._delta.text += piece
+            self._has_delta = True
+
+    def _end(self, end: session_pb2.Finished) -> None:
+        self.ended = True
+        self._has_delta = True
+        if self._match is not None:
+            self._delta.finish_reason = pb.FINISH_REASON_STOP
+            self._delta.stop_match.string = self._match.stop
+            return
+        self._delta.text += self._stops.flush()
+        self._delta.finish_reason = _FINISH_REASON[end.status]
+        self._delta.finish_message = end.message
+        self._delta.cumulative_logprob = end.cumulative_logprob
+        if end.HasField("stop_token_id"):
+            self._delta.stop_match.token_id = end.stop_token_id
+
+
+class LiveRequest:
+    """What the router knows of a request between its submission and its last message.
+
+    Args:
+        handle: its number on the session.
+        on_stop: called with the index of a sequence in whose text a stop string was found.
+    """
+
+    def __init__(
+        self,
+        handle: int,
+        request: CheckedRequest,
+        tokenizer: Tokenizer,
+        arrival: float,
+        on_stop: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.handle = handle
+        self.request = request
+        self.streams = [OutputStream(index, request, tokenizer) for index in range(request.n)]
+        self.finished = False
+        self.ttft_ms = 0.0
+        self._arrival = arrival
+        self._on_stop = on_stop
+        self._clock = clock
+        self._stats = session_pb2.RequestStats()
+        self._refusal: Refusal | None = None
+        self._filled = asyncio.Event()
+        if request.echo:
+            self._filled.set()
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+        return sum(stream.num_tokens for stream in self.streams)
+
+    @property
+    def total_ms(self) -> float:
+        """Time since arrival."""
+        return (self._clock() - self._arrival) * 1e3
+
+    def push(
+        self, sequence_index: int, first_index: int, token_ids: Sequence[int], end: session_pb2.Finished | None
+    ) -> None:
+        """Takes tokens of a sequence, the first of them its `first_index`-th; those already here are passed over."""
+        stream = self.streams[sequence_index]
+        if first_index > stream.num_received:
+            return self.fail(Refusal(grpc.StatusCode.INTERNAL, "BUG", "tokens were lost between scheduler and router"))
+        if token_ids and not self.ttft_ms:
+            self.ttft_ms = self.total_ms
+        was_stopped = stream.stopped
+        stream.push(token_ids[stream.num_received - first_index :], end)
+        if stream.stopped and not was_stopped and not stream.ended:
+            self._on_stop(sequence_index)
+        if end is not None:
+            self._stats = end.stats
+            self.finished = all(stream.ended for stream in self.streams)
+        if stream.has_delta:
+            self._filled.set()
+        return None
+
+    def fail(self, refusal: Refusal) -> None:
+        """Ends the request with an error, after what is already in the mailbox."""
+        self._refusal = refusal
+        self._filled.set()
+
+    async def take(self) -> tuple[pb.GenerateResponse, bool]:
+        """The next message to the client as soon as there is one, and whether it is the last.
+
+        Raises:
+            Refusal: the request failed, and all text before has been taken.
+        """
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            outputs = [delta for stream in self.streams if (delta := stream.take_delta())]
+            if self._refusal is not None:
+                self._filled.set()
+                if not outputs:
+                    raise self._refusal
+            if outputs:
+                response = pb.GenerateResponse(request_id=self.request.request_id, outputs=outputs)
+                if self.finished:
+                    self._conclude(response)
+                return response, self.finished
+
+    def _conclude(self, response: pb.GenerateResponse) -> None:
+        stats = self._stats
+        response.usage.prompt_tokens = len(self.request.prompt_token_ids)
+        response.usage.cached_prompt_tokens = stats.num_cached_prompt_tokens
+        response.usage.completion_tokens = self.num_tokens
+        response.timings.queue_ms = stats.queue_ms
+        response.timings.ttft_ms = self.ttft_ms
+        response.timings.total_ms = self.total_ms
+        response.timings.preemptions = stats.num_preemptions

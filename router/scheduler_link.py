@@ -1,0 +1,223 @@
+"""The router's end of its one stream to a scheduler, through broken connections and restarts of the other side."""
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Callable
+
+import grpc
+
+from protos import rpc
+from protos import session_pb2 as pb
+from protos.columns import pack, unpack
+from protos.errors import Refusal, code_from_number, unavailable
+from protos.session_pb2_grpc import SessionServiceStub
+from router.live_request import LiveRequest
+
+PROTOCOL_VERSION = 1
+_RECONNECT_DELAY_S = 0.1
+log = logging.getLogger(__name__)
+
+
+class SchedulerLink:
+    """All of this router's requests at one scheduler.
+
+    Attributes:
+        welcome: what the scheduler said of itself and its model; None before the first connection.
+    """
+
+    def __init__(self, address: str, on_change: Callable[[], None]) -> None:
+        self.welcome: pb.Welcome | None = None
+        self.load = pb.Load()
+        self._channel = rpc.dial(address)
+        self._stub = SessionServiceStub(self._channel)
+        self._router_id = secrets.token_hex(8)
+        self._on_change = on_change
+        self._handles = itertools.count(1)
+        self._live: dict[int, LiveRequest] = {}
+        self._timeouts_ms: dict[int, int] = {}
+        self._connected = False
+        self._draining = False
+        self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        self._lease: asyncio.TimerHandle | None = None
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request submitted now would run."""
+        return self._connected and self.load.serving and not self._draining
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def new_handle(self) -> int:
+        """A number that no other request of this router has."""
+        return next(self._handles)
+
+    def submit(self, live: LiveRequest, timeout_ms: int) -> None:
+        """Sends a request to the scheduler; `timeout_ms` is how long its client still waits, 0 for ever.
+
+        Raises:
+            Refusal: UNAVAILABLE, there is no scheduler that takes it.
+        """
+        if not self.serving:
+            raise unavailable("NO_SCHEDULER", "no scheduler is ready; retry")
+        self._live[live.handle] = live
+        self._timeouts_ms[live.handle] = timeout_ms
+        self._send_submit(live)
+
+    def release(self, live: LiveRequest) -> None:
+        """The request is answered, or its client is gone; in that case its blocks are free within a step."""
+        if self._live.pop(live.handle, None) is not None:
+            del self._timeouts_ms[live.handle]
+            if not live.finished:
+                self._send(pb.SessionRequest(cancel=pb.Cancel(handle=live.handle)))
+
+    def stop_sequence(self, handle: int, sequence_index: int) -> None:
+        """A stop string was found in this sequence."""
+        stop = pb.StopSequence(handle=handle, sequence_index=sequence_index)
+        self._send(pb.SessionRequest(stop_sequence=stop))
+
+    async def get_state(self) -> pb.GetStateResponse:
+        """The scheduler's queues and blocks."""
+        try:
+            return await self._stub.GetState(pb.GetStateRequest(), timeout=5)
+        except grpc.aio.AioRpcError as error:
+            raise unavailable("NO_SCHEDULER", f"the scheduler does not answer: {error.details()}") from error
+
+    async def run(self) -> None:
+        """Keeps a session open, for ever."""
+        while True:
+            call = self._stub.Session(wait_for_ready=True)
+            try:
+                await self._converse(call)
+                log.warning("scheduler closed the session")
+            except grpc.aio.AioRpcError as error:
+                log.warning("session lost", extra={"code": error.code().name, "details": error.details()})
+            finally:
+                call.cancel()  # an abandoned call is never collected
+                self._disconnected()
+            await asyncio.sleep(_RECONNECT_DELAY_S)
+
+    async def close(self) -> None:
+        """Hangs up."""
+        await self._channel.close()
+
+    async def _converse(self, call: grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]) -> None:
+        known = list(self._live)
+        resume = [
+            pb.Resume(handle=handle, num_tokens=pack(stream.num_received for stream in self._live[handle].streams))
+            for handle in known
+        ]
+        hello = pb.Hello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION, resume=resume)
+        await call.write(pb.SessionRequest(hello=hello))
+        self._outbox = asyncio.Queue()
+        writer = asyncio.create_task(self._write(call, self._outbox))
+        try:
+            async for message in call:
+                self._receive(message)
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(
+        self,
+        call: grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse],
+        outbox: "asyncio.Queue[pb.SessionRequest]",
+    ) -> None:
+        while True:
+            await call.write(await outbox.get())
+
+    def _send(self, message: pb.SessionRequest) -> None:
+        # While disconnected nothing is queued: the next Hello tells the scheduler all that matters.
+        if self._connected:
+            self._outbox.put_nowait(message)
+
+    def _send_submit(self, live: LiveRequest) -> None:
+        request = live.request
+        submit = pb.Submit(
+            handle=live.handle,
+            request_id=request.request_id,
+            prompt_token_ids=pack(request.prompt_token_ids),
+            sampling=request.sampling,
+            n=request.n,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+            timeout_ms=self._timeouts_ms[live.handle],
+        )
+        self._send(pb.SessionRequest(submit=submit))
+
+    def _receive(self, message: pb.SessionResponse) -> None:
+        match message.WhichOneof("message"):
+            case "step_outputs":
+                self._on_step_outputs(message.step_outputs)
+            case "rejected":
+                self._on_rejected(message.rejected)
+            case "load":
+                was_serving, self.load = self.serving, message.load
+                if was_serving != self.serving:
+                    self._on_change()
+            case "welcome":
+                self._on_welcome(message.welcome)
+            case "drain":
+                self._draining = True
+                self._on_change()
+
+    def _on_step_outputs(self, outputs: pb.StepOutputs) -> None:
+        ends = {(end.handle, end.sequence_index): end for end in outputs.finished}
+        token_ids = unpack(outputs.token_ids).tolist()
+        position = 0
+        columns = (outputs.handles, outputs.sequence_indexes, outputs.first_indexes, outputs.counts)
+        for handle, index, first_index, count in zip(*map(unpack, columns), strict=True):
+            live = self._live.get(handle)
+            if live is not None:
+                live.push(index, first_index, token_ids[position : position + count], ends.pop((handle, index), None))
+            position += count
+        for (handle, index), end in ends.items():
+            live = self._live.get(handle)
+            if live is not None:
+                live.push(index, live.streams[index].num_received, (), end)
+
+    def _on_rejected(self, rejected: pb.Rejected) -> None:
+        live = self._live.get(rejected.handle)
+        if live is not None:
+            delay_ms = rejected.retry_delay_ms or None
+            code = code_from_number(rejected.code)
+            live.fail(Refusal(code, code.name, rejected.message, retry_delay_ms=delay_ms))
+
+    def _on_welcome(self, welcome: pb.Welcome) -> None:
+        log.info("scheduler connected", extra={"model": welcome.model.model, "epoch": welcome.scheduler_epoch})
+        self.welcome = welcome
+        self._connected = True
+        self._draining = False
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+        unknown = set(unpack(welcome.unknown_handles))
+        for handle, live in list(self._live.items()):
+            if handle in unknown and live.num_tokens == 0:
+                self._send_submit(live)
+            elif handle in unknown:
+                live.fail(_lost("the scheduler was restarted"))
+            for stream in live.streams:
+                if stream.stopped and not stream.ended:
+                    self.stop_sequence(handle, stream.index)
+        self._on_change()
+
+    def _disconnected(self) -> None:
+        if not self._connected:
+            return
+        self._connected = False
+        self._on_change()
+        assert self.welcome is not None
+        self._lease = asyncio.get_running_loop().call_later(self.welcome.lease_ms / 1e3, self._end_lease)
+
+    def _end_lease(self) -> None:
+        for live in self._live.values():
+            live.fail(_lost("the scheduler is gone"))
+
+
+def _lost(why: str) -> Refusal:
+    return Refusal(grpc.StatusCode.ABORTED, "SCHEDULER_LOST", f"{why} while this request ran", retry_delay_ms=1000)

@@ -1,0 +1,66 @@
+"""`python -m scheduler`: the scheduler process."""
+
+import asyncio
+import logging
+import secrets
+
+from protos import process, session_pb2
+from protos.rpc import Server, Service
+from protos.session_pb2_grpc import add_SessionServiceServicer_to_server
+from scheduler.config import SchedulerSettings
+from scheduler.loop import SchedulerLoop
+from scheduler.server import SessionService
+from scheduler.sessions import Sessions
+from scheduler.worker_link import WorkerLink
+
+log = logging.getLogger("scheduler")
+
+
+async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
+    """Serves routers until `stop` is set; health is SERVING while a worker is."""
+    sessions = Sessions()
+    link = WorkerLink(settings.worker, settings.step_timeout_s)
+    loop = SchedulerLoop(settings, link, sessions)
+    service = SessionService(settings, loop, sessions, epoch=secrets.randbits(63))
+    name = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
+    server = Server([Service(name, add_SessionServiceServicer_to_server, service)])
+    await server.start(settings.listen)
+    log.info("listening", extra={"address": settings.listen, "worker": settings.worker})
+    tasks = [
+        asyncio.create_task(loop.run()),
+        asyncio.create_task(service.report_load()),
+        asyncio.create_task(_mirror_health(loop, server)),
+    ]
+    stopped = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+    log.info("draining")
+    service.drain(settings.drain_grace_s)
+    if stopped in done:
+        await loop.drained(settings.drain_grace_s)
+    service.close()
+    await server.stop(grace_s=1.0)
+    for task in tasks:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    await link.close()
+    log.info("stopped")
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+async def _mirror_health(loop: SchedulerLoop, server: Server) -> None:
+    while True:
+        await server.set_serving(loop.serving)
+        await loop.wait_for_change(None)
+
+
+def main() -> None:
+    """Entry point."""
+    settings = SchedulerSettings.parse("scheduler")
+    process.start_logging("scheduler", settings)
+    process.run(lambda stop: serve(settings, stop))
+
+
+if __name__ == "__main__":
+    main()

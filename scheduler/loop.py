@@ -1,0 +1,193 @@
+"""The loop around the core: plan, run, update, deliver, again. It owns the clock and the worker's lives.
+
+Everything that touches the core runs on one event loop, so submissions and cancellations fall between two steps or
+while the worker computes one, never into a plan half made.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+import grpc
+
+from protos import session_pb2 as pb
+from protos.worker_pb2 import GetInfoResponse
+from scheduler.block_manager import BlockManager
+from scheduler.config import SchedulerSettings
+from scheduler.plan import Finished, Plan
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import SequenceGroup
+from scheduler.sessions import Sessions
+from scheduler.worker_link import WorkerLink, WorkerLost
+
+log = logging.getLogger(__name__)
+
+
+class SchedulerLoop:
+    """Runs steps for as long as there are sequences and a worker.
+
+    Attributes:
+        core: None until the first worker has said how many blocks there are.
+        info: what that worker loaded.
+        ready: set once `core` and `info` are there.
+        serving: whether steps can run now.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        link: WorkerLink,
+        sessions: Sessions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.core: Scheduler | None = None
+        self.info: GetInfoResponse | None = None
+        self.ready = asyncio.Event()
+        self.serving = False
+        self.last_step_ms = 0.0
+        self.last_step_tokens = 0
+        self._settings = settings
+        self._link = link
+        self._sessions = sessions
+        self._clock = clock
+        self._work = asyncio.Event()
+        self._idling = asyncio.Event()
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """There may be something to plan."""
+        self._work.set()
+
+    async def run(self) -> None:
+        """Runs for ever: through idle times, and through as many workers as it takes."""
+        while True:
+            info = await self._link.connect()
+            if not self._adopt(info):
+                await asyncio.sleep(1.0)  # a worker of another model: look again, it may be replaced
+                continue
+            self._set_serving(True)
+            try:
+                await self._steps()
+            except WorkerLost as lost:
+                self._set_serving(False)
+                self._recover(lost)
+
+    async def wait_for_change(self, timeout_s: float | None) -> None:
+        """Returns when `serving` changed, or after `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    async def drained(self, grace_s: float) -> None:
+        """Returns when no request is live, or after `grace_s` seconds."""
+        if self.core is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._idling.wait()
+
+    def _set_serving(self, serving: bool) -> None:
+        self.serving = serving
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _adopt(self, info: GetInfoResponse) -> bool:
+        """Takes a worker for the model that is served; False for one of another model."""
+        if self.core is None:
+            policy = self._settings.policy()
+            if info.max_num_batched_tokens < policy.max_num_batched_tokens:
+                raise ValueError(
+                    f"--max-num-batched-tokens {policy.max_num_batched_tokens} is more than the "
+                    f"{info.max_num_batched_tokens} that the worker has room for"
+                )
+            self.core = Scheduler(policy, BlockManager(info.num_blocks, info.block_size))
+            self.info = info
+            self.ready.set()
+        assert self.info is not None
+        for name in ("model", "context_length", "vocabulary_size", "dtype", "block_size"):
+            if getattr(info, name) != getattr(self.info, name):
+                facts = {"field": name, "worker": getattr(info, name), "serving": getattr(self.info, name)}
+                log.error("worker refused: it is not the one that is served", extra=facts)
+                return False
+        if info.num_blocks != self.core.blocks.num_blocks:
+            self.core.replace_pool(BlockManager(info.num_blocks, info.block_size))
+        self.info = info
+        facts = {"model": info.model, "blocks": info.num_blocks, "block_size": info.block_size, "epoch": info.epoch}
+        log.info("worker connected", extra=facts)
+        return True
+
+    async def _steps(self) -> None:
+        assert self.core is not None
+        while True:
+            start = self._clock()
+            self._sessions.purge(start - self._settings.lease_s)
+            plan = self.core.schedule(start)
+            self.deliver_finished(plan.ignored)
+            for group in plan.expired:
+                waited_ms = (start - group.arrival) * 1e3
+                self._fail(group, grpc.StatusCode.DEADLINE_EXCEEDED, f"its deadline passed after {waited_ms:.0f} ms")
+            if not plan.rows:
+                await self._idle()
+                continue
+            result = await self._link.execute(plan)
+            outputs = self.core.update(plan, result)
+            for group in outputs.failed:
+                self._fail(group, grpc.StatusCode.INTERNAL, "the model's logits are not finite for this request")
+            self._sessions.deliver_tokens(outputs.new_tokens)
+            self.deliver_finished(outputs.finished)
+            self._note_step(plan, start)
+
+    async def _idle(self) -> None:
+        """Waits for work, but not past the next deadline."""
+        assert self.core is not None
+        self._work.clear()
+        self._idling.set()
+        deadline = self.core.next_deadline
+        timeout_s = None if deadline is None else max(0.0, deadline - self._clock())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._work.wait()
+        self._idling.clear()
+
+    def _recover(self, lost: WorkerLost) -> None:
+        assert self.core is not None
+        groups = self.core.requeue_running()
+        log.error("worker lost", extra={"reason": str(lost), "requeued": len(groups)})
+        for group in groups:
+            if group.num_failed_steps >= self._settings.max_failed_steps:
+                self.core.abort(group)
+                message = f"{group.num_failed_steps} workers were lost while they computed this request"
+                self._fail(group, grpc.StatusCode.INTERNAL, message)
+
+    def _fail(self, group: SequenceGroup, code: grpc.StatusCode, message: str) -> None:
+        """Tells the router that a group, which has ended, ended in an error."""
+        ticket = self._sessions.ticket(group)
+        if ticket is not None:
+            log.error(message, extra={"request_id": group.request_id})
+            if ticket.session.outbox is not None:
+                rejected = pb.Rejected(handle=ticket.handle, code=code.value[0], message=message)
+                ticket.session.outbox.put(pb.SessionResponse(rejected=rejected))
+            self._sessions.forget(ticket)
+
+    def deliver_finished(self, finished: list[Finished]) -> None:
+        """Tells routers of sequences that ended."""
+        now = self._clock()
+        for ticket in self._sessions.deliver_finished(finished):
+            self._sessions.end(ticket, now)
+            group = ticket.group
+            facts = {
+                "request_id": group.request_id,
+                "prompt_tokens": group.num_prompt_tokens,
+                "output_tokens": sum(len(sequence.output_token_ids) for sequence in group.sequences),
+                "preemptions": group.num_preemptions,
+                "total_ms": round((now - group.arrival) * 1e3, 1),
+            }
+            log.info("request finished", extra=facts)
+
+    def _note_step(self, plan: Plan, start: float) -> None:
+        self.last_step_ms = (self._clock() - start) * 1e3
+        self.last_step_tokens = plan.num_tokens
+        if plan.num_preempted:
+            facts = {"groups": plan.num_preempted, "free_blocks": self.core.blocks.num_free if self.core else 0}
+            log.info("preempted for want of blocks", extra=facts)

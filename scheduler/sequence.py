@@ -1,0 +1,148 @@
+"""Sequences and sequence groups: what the scheduler knows of a request, and which changes of status are legal.
+
+Token ids are numbers here; text is the router's, tensors are the worker's.
+"""
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+from protos.sampling_pb2 import Sampling
+
+
+class Status(enum.Enum):
+    """Where a sequence is. The FINISHED ones are final; each sequence reaches exactly one of them."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_IGNORED = enum.auto()
+
+    @property
+    def finished(self) -> bool:
+        """Whether this status is final."""
+        return self not in (Status.WAITING, Status.RUNNING)
+
+
+_LEGAL = {
+    Status.WAITING: {Status.RUNNING, Status.FINISHED_STOPPED, Status.FINISHED_ABORTED, Status.FINISHED_IGNORED},
+    Status.RUNNING: {
+        Status.WAITING,  # preempted
+        Status.FINISHED_STOPPED,
+        Status.FINISHED_LENGTH_CAPPED,
+        Status.FINISHED_ABORTED,
+    },
+}
+
+
+class Sequence:
+    """One run of token ids, prompt first, with its block table.
+
+    Attributes:
+        index: which of its group's sequences; from 0.
+        output_token_ids: tokens sampled so far. The last one's KV is not computed yet.
+        num_tokens: prompt and output together.
+        num_computed_tokens: how many of them have their KV in the blocks.
+        block_table: physical block of each logical one. Only the block manager writes it.
+        cumulative_logprob: sum over the output.
+    """
+
+    __slots__ = (
+        "block_table",
+        "cumulative_logprob",
+        "index",
+        "num_computed_tokens",
+        "num_tokens",
+        "output_token_ids",
+        "status",
+    )
+
+    def __init__(self, index: int, num_prompt_tokens: int) -> None:
+        self.index = index
+        self.num_tokens = num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.output_token_ids: array[int] = array("i")
+        self.block_table: array[int] = array("i")
+        self.cumulative_logprob = 0.0
+        self.status = Status.WAITING
+
+    def append(self, token_id: int, logprob: float) -> None:
+        """Takes a sampled token."""
+        self.output_token_ids.append(token_id)
+        self.num_tokens += 1
+        self.cumulative_logprob += logprob
+
+    def move_to(self, status: Status) -> None:
+        """Changes status; AssertionError on a change that no rule allows."""
+        assert status in _LEGAL.get(self.status, ()), f"sequence {self.index}: {self.status.name} -> {status.name}"
+        self.status = status
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """The sequences sampled from one prompt: admitted, preempted and swapped together.
+
+    Until the prompt is computed only one of them, the root, has blocks. Then the others fork from it and share its
+    blocks; a write to a shared block copies it first (Kwon et al., SOSP'23, section 4.4).
+
+    Attributes:
+        number: the scheduler's number of the request, in order of arrival.
+        max_tokens: output tokens of each sequence at most.
+        min_tokens: output tokens before which no stop id ends a sequence.
+        sampling: for the worker, unread here.
+        arrival: time of submission, s.
+        deadline: time after which nobody waits for it, s; None for never.
+        live: its unfinished sequences, by index.
+        forked: whether all live sequences have blocks.
+        first_scheduled: time of the first plan that held it, s.
+        num_failed_steps: steps lost with their worker that this group was part of.
+        known_to_worker: whether a plan has brought it to the worker.
+    """
+
+    number: int
+    request_id: str
+    prompt_token_ids: "array[int]"
+    n: int
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: frozenset[int]
+    sampling: Sampling | None
+    arrival: float
+    deadline: float | None = None
+    sequences: list[Sequence] = field(init=False)
+    live: list[Sequence] = field(init=False)
+    forked: bool = field(init=False)
+    first_scheduled: float | None = None
+    num_preemptions: int = 0
+    num_failed_steps: int = 0
+    known_to_worker: bool = False
+
+    def __post_init__(self) -> None:
+        self.sequences = [Sequence(index, len(self.prompt_token_ids)) for index in range(self.n)]
+        self.live = list(self.sequences)
+        self.forked = self.n == 1
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def root(self) -> Sequence:
+        """The sequence that computes the prompt for all."""
+        return self.live[0]
+
+    def target(self, sequence: Sequence) -> int:
+        """How many tokens of `sequence` can be computed now; a root that others fork from stops at the prompt's end."""
+        return sequence.num_tokens if self.forked else self.num_prompt_tokens
+
+    def token_ids(self, sequence: Sequence, start: int, end: int) -> "array[int]":
+        """Token ids `start:end` of `sequence`, counted from the prompt's first."""
+        num_prompt_tokens = len(self.prompt_token_ids)
+        if start >= num_prompt_tokens:
+            return sequence.output_token_ids[start - num_prompt_tokens : end - num_prompt_tokens]
+        if end <= num_prompt_tokens:
+            return self.prompt_token_ids[start:end]
+        return self.prompt_token_ids[start:] + sequence.output_token_ids[: end - num_prompt_tokens]

@@ -1,0 +1,237 @@
+"""The scheduler's gRPC front: sessions with routers. It translates messages to calls of the core, no more."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+from protos import session_pb2 as pb
+from protos.columns import pack, unpack
+from protos.errors import Refusal, unavailable
+from scheduler.config import SchedulerSettings
+from scheduler.loop import SchedulerLoop
+from scheduler.scheduler import QueueFull, Scheduler
+from scheduler.sessions import Outbox, RouterSession, Sessions
+
+PROTOCOL_VERSION = 1
+_LOAD_INTERVAL_S = 1.0
+_RETRY_DELAY_MS = 1000
+log = logging.getLogger(__name__)
+
+
+class SessionService:
+    """Answers routers.
+
+    Args:
+        epoch: names this life of the scheduler.
+    """
+
+    def __init__(self, settings: SchedulerSettings, loop: SchedulerLoop, sessions: Sessions, epoch: int) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._sessions = sessions
+        self._epoch = epoch
+        self._load = pb.Load()
+        self._draining = False
+        # Sessions without a stream, each with the timer that ends its lease.
+        self._leases: dict[str, asyncio.TimerHandle] = {}
+
+    async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext) -> None:
+        """One router's stream; its end starts the lease of the router's requests."""
+        first = await context.read()
+        if first is grpc.aio.EOF or first.WhichOneof("message") != "hello":
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "NO_HELLO", "a session opens with Hello")
+        hello = first.hello
+        if hello.protocol_version != PROTOCOL_VERSION:
+            message = f"router speaks protocol {hello.protocol_version}, this scheduler {PROTOCOL_VERSION}"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "PROTOCOL_VERSION", message)
+        await self._loop.ready.wait()
+        session = self._sessions.connect(hello.router_id)
+        outbox = session.outbox
+        assert outbox is not None
+        if lease := self._leases.pop(session.router_id, None):
+            lease.cancel()
+        log.info("router connected", extra={"router_id": session.router_id})
+        self._welcome(session, outbox, hello)
+        tasks = [
+            asyncio.create_task(self._read(session, outbox, context)),
+            asyncio.create_task(_write(outbox, context)),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._sessions.disconnect(session, outbox):
+                log.info("router disconnected", extra={"router_id": session.router_id, "live": len(session.tickets)})
+                timer = asyncio.get_running_loop().call_later(self._settings.lease_s, self._end_lease, session)
+                self._leases[session.router_id] = timer
+
+    async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> pb.GetStateResponse:
+        """Queues and blocks as they are now."""
+        core, loop = self._core(), self._loop
+        blocks = core.blocks
+        return pb.GetStateResponse(
+            serving=loop.serving,
+            num_waiting=core.num_waiting,
+            num_running=core.num_running,
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free,
+            num_held_blocks=blocks.num_blocks - blocks.num_free,
+            num_shared_blocks=blocks.num_shared(),
+            num_steps=core.num_steps,
+            num_preemptions=core.num_preemptions,
+            last_step_ms=loop.last_step_ms,
+            last_step_tokens=loop.last_step_tokens,
+        )
+
+    async def report_load(self) -> None:
+        """Tells every router the load when it changed: within a second, and at once when serving begins or ends."""
+        while True:
+            core = self._loop.core
+            if core is not None:
+                load = pb.Load(
+                    serving=self._loop.serving,
+                    num_waiting=core.num_waiting,
+                    num_running=core.num_running,
+                    kv_usage=1 - core.blocks.num_free / core.blocks.num_blocks,
+                )
+                if load != self._load:
+                    self._load = load
+                    for session in self._sessions:
+                        if session.outbox is not None:
+                            session.outbox.put_load(load)
+            await self._loop.wait_for_change(_LOAD_INTERVAL_S)
+
+    def drain(self, grace_s: float) -> None:
+        """Refuses new requests and tells every router so; what is live goes on."""
+        self._draining = True
+        for session in self._sessions:
+            if session.outbox is not None:
+                session.outbox.put(pb.SessionResponse(drain=pb.Drain(grace_ms=int(grace_s * 1e3))))
+
+    def close(self) -> None:
+        """Ends all streams once they have taken what is left for them; stop() would wait its whole grace for them."""
+        for session in self._sessions:
+            if session.outbox is not None:
+                session.outbox.close()
+
+    def _core(self) -> Scheduler:
+        if self._loop.core is None:
+            raise unavailable("NOT_READY", "no worker is ready yet")
+        return self._loop.core
+
+    def _welcome(self, session: RouterSession, outbox: Outbox, hello: pb.Hello) -> None:
+        info = self._loop.info
+        assert info is not None
+        resumed = {resume.handle: resume for resume in hello.resume}
+        unknown = [handle for handle in resumed if handle not in session.tickets]
+        model = pb.ModelInfo(
+            model=info.model,
+            context_length=info.context_length,
+            vocabulary_size=info.vocabulary_size,
+            dtype=info.dtype,
+            kv_dtype=info.kv_dtype,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            kv_cache_note=info.kv_cache_note,
+        )
+        limits = pb.Limits(
+            max_num_batched_tokens=self._settings.max_num_batched_tokens,
+            max_num_seqs=self._settings.max_num_seqs,
+            max_waiting_requests=self._settings.max_waiting_requests,
+        )
+        welcome = pb.Welcome(
+            scheduler_epoch=self._epoch,
+            lease_ms=int(self._settings.lease_s * 1e3),
+            model=model,
+            limits=limits,
+            unknown_handles=pack(unknown),
+        )
+        outbox.put(pb.SessionResponse(welcome=welcome))
+        outbox.put_load(self._load)
+        for handle, ticket in list(session.tickets.items()):
+            if handle in resumed:
+                self._sessions.resume(ticket, unpack(resumed[handle].num_tokens))
+            else:
+                self._cancel(session, handle)
+
+    async def _read(self, session: RouterSession, outbox: Outbox, context: grpc.aio.ServicerContext) -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            match message.WhichOneof("message"):
+                case "submit":
+                    self._submit(session, outbox, message.submit)
+                case "cancel":
+                    self._cancel(session, message.cancel.handle)
+                case "stop_sequence":
+                    self._stop_sequence(session, message.stop_sequence)
+                case "ping":
+                    outbox.put(pb.SessionResponse(pong=pb.Pong(nonce=message.ping.nonce)))
+
+    def _submit(self, session: RouterSession, outbox: Outbox, submit: pb.Submit) -> None:
+        known = self._sessions.find(submit.request_id)
+        if known is not None and (known.session is not session or known.handle != submit.handle):
+            message = f"request id {submit.request_id!r} is in use by a live request"
+            return _reject(outbox, submit.handle, grpc.StatusCode.ALREADY_EXISTS, message)
+        if known is None and submit.handle not in session.tickets:
+            if self._draining:
+                message = "the scheduler is shutting down"
+                return _reject(outbox, submit.handle, grpc.StatusCode.UNAVAILABLE, message, _RETRY_DELAY_MS)
+            now = time.monotonic()
+            try:
+                group = self._core().submit(
+                    request_id=submit.request_id,
+                    prompt_token_ids=unpack(submit.prompt_token_ids),
+                    n=submit.n,
+                    max_tokens=submit.max_tokens,
+                    min_tokens=submit.sampling.min_tokens,
+                    stop_token_ids=submit.stop_token_ids,
+                    sampling=submit.sampling,
+                    now=now,
+                    deadline=now + submit.timeout_ms / 1e3 if submit.timeout_ms else None,
+                )
+            except QueueFull as full:
+                code = grpc.StatusCode.RESOURCE_EXHAUSTED
+                return _reject(outbox, submit.handle, code, str(full), _RETRY_DELAY_MS)
+            except ValueError as error:
+                return _reject(outbox, submit.handle, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            self._sessions.add(session, submit.handle, group)
+            self._loop.wake()
+        accepted = pb.Accepted(handle=submit.handle, queue_position=self._core().num_waiting)
+        return outbox.put(pb.SessionResponse(accepted=accepted))
+
+    def _cancel(self, session: RouterSession, handle: int) -> None:
+        ticket = session.tickets.get(handle)
+        if ticket is not None:
+            self._sessions.forget(ticket)
+            self._core().abort(ticket.group)
+            log.info("request cancelled", extra={"request_id": ticket.group.request_id})
+
+    def _stop_sequence(self, session: RouterSession, stop: pb.StopSequence) -> None:
+        ticket = session.tickets.get(stop.handle)
+        if ticket is not None:
+            finished = self._core().stop(ticket.group, stop.sequence_index)
+            if finished is not None:
+                self._loop.deliver_finished([finished])
+
+    def _end_lease(self, session: RouterSession) -> None:
+        self._leases.pop(session.router_id, None)
+        groups = [group for group in self._sessions.drop(session) if group.live]
+        for group in groups:
+            self._core().abort(group)
+        if groups:
+            facts = {"router_id": session.router_id, "aborted": len(groups)}
+            log.warning("router did not come back within the lease", extra=facts)
+
+
+async def _write(outbox: Outbox, context: grpc.aio.ServicerContext) -> None:
+    while (message := await outbox.take()) is not None:
+        await context.write(message)
+
+
+def _reject(outbox: Outbox, handle: int, code: grpc.StatusCode, message: str, retry_delay_ms: int = 0) -> None:
+    rejected = pb.Rejected(handle=handle, code=code.value[0], message=message, retry_delay_ms=retry_delay_ms)
+    outbox.put(pb.SessionResponse(rejected=rejected))

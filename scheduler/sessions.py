@@ -1,0 +1,238 @@
+"""Sessions: whose request is which group, and what each router has still to be told. A TOKEN LEAVES THE SCHEDULER HERE.
+
+A router's stream may break and come back; its requests live here meanwhile, for the lease. A slow socket never holds up
+the loop: what it has not taken is merged, so that an outbox is bounded by the live output it describes.
+"""
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from protos import session_pb2 as pb
+from protos.columns import pack
+from scheduler.plan import Finished, NewTokens
+from scheduler.sequence import SequenceGroup, Status
+
+_FINISH_STATUS = {
+    Status.FINISHED_STOPPED: pb.FINISH_STATUS_STOPPED,
+    Status.FINISHED_LENGTH_CAPPED: pb.FINISH_STATUS_LENGTH_CAPPED,
+    Status.FINISHED_ABORTED: pb.FINISH_STATUS_ABORTED,
+    Status.FINISHED_IGNORED: pb.FINISH_STATUS_IGNORED,
+}
+
+
+class Outbox:
+    """What a router has still to be told, merged while its socket is slow."""
+
+    def __init__(self) -> None:
+        self._messages: deque[pb.SessionResponse] = deque()
+        self._load: pb.Load | None = None
+        # (handle, sequence index) -> index of the first token, tokens
+        self._rows: dict[tuple[int, int], tuple[int, array[int]]] = {}
+        self._finished: list[pb.Finished] = []
+        self._closed = False
+        self._filled = asyncio.Event()
+
+    def close(self) -> None:
+        """Nothing more will be put."""
+        self._closed = True
+        self._filled.set()
+
+    def put(self, message: pb.SessionResponse) -> None:
+        """Queues an answer to something the router sent."""
+        self._messages.append(message)
+        self._filled.set()
+
+    def put_load(self, load: pb.Load) -> None:
+        """Queues the newest load in place of an older one."""
+        self._load = load
+        self._filled.set()
+
+    def put_tokens(self, handle: int, sequence_index: int, first_index: int, token_ids: "array[int]") -> None:
+        """Queues new tokens behind those of the same sequence that still wait."""
+        row = self._rows.get((handle, sequence_index))
+        if row is None:
+            self._rows[handle, sequence_index] = (first_index, token_ids)
+        else:
+            row[1].extend(token_ids)
+        self._filled.set()
+
+    def put_finished(self, finished: pb.Finished) -> None:
+        """Queues the end of a sequence, to go with its last tokens."""
+        self._finished.append(finished)
+        self._filled.set()
+
+    async def take(self) -> pb.SessionResponse | None:
+        """The next message, as soon as there is one; None when all are taken and no more come."""
+        while True:
+            await self._filled.wait()
+            if self._messages:
+                return self._messages.popleft()
+            if self._rows or self._finished:
+                return self._take_outputs()
+            if self._load is not None:
+                load, self._load = self._load, None
+                return pb.SessionResponse(load=load)
+            if self._closed:
+                return None
+            self._filled.clear()
+
+    def _take_outputs(self) -> pb.SessionResponse:
+        rows, self._rows = self._rows, {}
+        finished, self._finished = self._finished, []
+        outputs = pb.StepOutputs(
+            handles=pack(handle for handle, _ in rows),
+            sequence_indexes=pack(index for _, index in rows),
+            first_indexes=pack(first for first, _ in rows.values()),
+            counts=pack(len(token_ids) for _, token_ids in rows.values()),
+            token_ids=b"".join(token_ids.tobytes() for _, token_ids in rows.values()),
+            finished=finished,
+        )
+        return pb.SessionResponse(step_outputs=outputs)
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A router's request: its group, and the ends of its sequences for a router that must hear of them again."""
+
+    session: "RouterSession"
+    handle: int
+    group: SequenceGroup
+    finished: list[pb.Finished] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class RouterSession:
+    """One router process, connected or for a while not.
+
+    Attributes:
+        tickets: its requests by handle. Those that ended stay for the lease, in case their end was lost on the way.
+        outbox: None while disconnected.
+    """
+
+    router_id: str
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    outbox: Outbox | None = None
+
+
+class Sessions:
+    """All routers and their requests."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, RouterSession] = {}
+        self._by_number: dict[int, Ticket] = {}
+        self._by_request_id: dict[str, Ticket] = {}
+        # (time of the end, ticket), oldest first
+        self._ended: deque[tuple[float, Ticket]] = deque()
+
+    def __iter__(self) -> Iterator[RouterSession]:
+        return iter(self._sessions.values())
+
+    def connect(self, router_id: str) -> RouterSession:
+        """The session of a router whose stream just opened, with a new outbox; an older stream's falls silent."""
+        session = self._sessions.setdefault(router_id, RouterSession(router_id))
+        session.outbox = Outbox()
+        return session
+
+    def disconnect(self, session: RouterSession, outbox: Outbox) -> bool:
+        """Its stream, which used `outbox`, has ended. False when a newer stream has taken over already."""
+        if session.outbox is not outbox:
+            return False
+        session.outbox = None
+        return True
+
+    def drop(self, session: RouterSession) -> list[SequenceGroup]:
+        """Forgets a session whose lease is over; gives the groups that nobody waits for any more."""
+        del self._sessions[session.router_id]
+        tickets = list(session.tickets.values())
+        for ticket in tickets:
+            self.forget(ticket)
+        return [ticket.group for ticket in tickets]
+
+    def add(self, session: RouterSession, handle: int, group: SequenceGroup) -> None:
+        """Takes in a submitted request."""
+        ticket = Ticket(session, handle, group)
+        session.tickets[handle] = ticket
+        self._by_number[group.number] = ticket
+        self._by_request_id[group.request_id] = ticket
+
+    def find(self, request_id: str) -> Ticket | None:
+        """The ticket of a live request."""
+        return self._by_request_id.get(request_id)
+
+    def end(self, ticket: Ticket, now: float) -> None:
+        """A request has ended: its id is free for another, its ticket stays for resumption until `purge`."""
+        self._release(ticket)
+        self._ended.append((now, ticket))
+
+    def purge(self, before: float) -> None:
+        """Drops the tickets of requests that ended earlier than `before`."""
+        while self._ended and self._ended[0][0] < before:
+            self.forget(self._ended.popleft()[1])
+
+    def forget(self, ticket: Ticket) -> None:
+        """Drops a request with all traces."""
+        self._release(ticket)
+        ticket.session.tickets.pop(ticket.handle, None)
+
+    def _release(self, ticket: Ticket) -> None:
+        self._by_number.pop(ticket.group.number, None)
+        if self._by_request_id.get(ticket.group.request_id) is ticket:
+            del self._by_request_id[ticket.group.request_id]
+
+    def ticket(self, group: SequenceGroup) -> Ticket | None:
+        """The live request that `group` is; None when its router gave it up."""
+        return self._by_number.get(group.number)
+
+    def deliver_tokens(self, new_tokens: list[NewTokens]) -> None:
+        """Queues a step's tokens for their routers."""
+        for new in new_tokens:
+            ticket = self._by_number.get(new.group.number)
+            if ticket is not None and ticket.session.outbox is not None:
+                sequence = new.sequence
+                tokens = sequence.output_token_ids[new.first_index :]
+                ticket.session.outbox.put_tokens(ticket.handle, sequence.index, new.first_index, tokens)
+
+    def deliver_finished(self, finished: list[Finished]) -> list[Ticket]:
+        """Queues the ends of sequences for their routers; gives the tickets whose last sequence this was."""
+        ended = []
+        for end in finished:
+            ticket = self._by_number.get(end.group.number)
+            if ticket is None:
+                continue
+            row = _finished_row(ticket, end)
+            ticket.finished.append(row)
+            if ticket.session.outbox is not None:
+                ticket.session.outbox.put_finished(row)
+            if not end.group.live:
+                ended.append(ticket)
+        return ended
+
+    def resume(self, ticket: Ticket, num_tokens: "array[int]") -> None:
+        """Queues what a reconnected router has not got: it has `num_tokens` of each sequence's tokens."""
+        outbox = ticket.session.outbox
+        assert outbox is not None
+        for sequence, num in zip(ticket.group.sequences, num_tokens, strict=False):
+            missing = sequence.output_token_ids[num:]
+            if missing:
+                outbox.put_tokens(ticket.handle, sequence.index, num, missing)
+        for row in ticket.finished:
+            outbox.put_finished(row)
+
+
+def _finished_row(ticket: Ticket, end: Finished) -> pb.Finished:
+    group, sequence = end.group, end.sequence
+    waited = 0.0 if group.first_scheduled is None else group.first_scheduled - group.arrival
+    row = pb.Finished(
+        handle=ticket.handle,
+        sequence_index=sequence.index,
+        status=_FINISH_STATUS[sequence.status],
+        cumulative_logprob=sequence.cumulative_logprob,
+        stats=pb.RequestStats(queue_ms=waited * 1e3, num_preemptions=group.num_preemptions),
+        message=end.message,
+    )
+    if end.stop_token_id is not None:
+        row.stop_token_id = end.stop_token_id
+    return row

@@ -1,0 +1,16 @@
+"""Fixtures that several test files share."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The small real model as a checkpoint directory, fetched once into the user's cache."""
+    command = [sys.executable, "-m", "pagewire.cli", "model"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr
+    return Path(run.stdout.strip().splitlines()[-1])
