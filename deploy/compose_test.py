@@ -79,13 +79,13 @@ def run_test(cleanup: contextlib.ExitStack) -> None:
     step("compose-config", [TOOLS / "bin/docker-compose", "-f", ROOT / "compose.yaml", "config", "-q"], timeout_s=60)
 
     engine: Docker | Podman = Docker() if docker_answers() else Podman()
+    port = free_port()
+    compose = Compose(engine, port)
     engine.prepare()
-    engine.build()
+    engine.build(compose)
     engine.start(cleanup)
 
     model = local_model()
-    port = free_port()
-    compose = Compose(engine, port)
     compose("down-leftovers", "down", "--volumes", "--timeout", "5", timeout_s=120)
     cleanup.callback(compose, "down", "down", "--volumes", "--timeout", "5", timeout_s=120)
     # From here on `model` finds its work done, as it does on every start but the first.
@@ -156,9 +156,9 @@ class Docker:
     def prepare(self) -> None:
         """Has everything."""
 
-    def build(self) -> None:
+    def build(self, compose: "Compose") -> None:
         """Builds by compose itself."""
-        Compose(self, 0)("build", "build", timeout_s=3600)
+        compose("build", "build", timeout_s=3600)
 
     def start(self, cleanup: contextlib.ExitStack) -> None:
         """Runs already."""
@@ -240,7 +240,7 @@ class Podman:
         tarball.unlink()
         shutil.rmtree(root)
 
-    def build(self) -> None:
+    def build(self, compose: "Compose") -> None:
         """Builds the three images by buildah, with this machine's pip settings mounted in."""
         options = ["--layers", "--isolation", "chroot", "--pull-never", "--network", "host"]
         options += [f"--volume={source}:{target}:ro" for source, target in pip_mounts().items()]
@@ -263,6 +263,8 @@ class Podman:
                 stderr=log,
                 start_new_session=True,  # a Ctrl-C is meant for us; the clean-up still needs the service
             )
+        # Podman leaves its store mounted onto itself.
+        cleanup.callback(subprocess.run, ["umount", "--quiet", STATE / "storage/overlay"], timeout=30, check=False)
         cleanup.callback(end, service)
         cleanup.callback(self._podman, "rm", "--force", "--all", "--time", "5")
         deadline = time.monotonic() + 30

@@ -1,3 +1,4 @@
 """Operations on tensors: torch reference, C++ and Triton implementations of one signature.
 
-Only a docstring: transformers probes a distribution of this name."""
+Only a docstring: transformers probes a distribution of this name.
+"""

@@ -1,4 +1,4 @@
-"""`pagewire demo`: the whole system once, on a real model, from nothing: fetch, start, one completion, one chat, stop."""
+"""`pagewire demo`: the whole system once, on a real model, from nothing: fetch, start, complete, chat, stop."""
 
 import tempfile
 import time

@@ -19,7 +19,7 @@ def check(target: str, service: str = "", timeout_s: float = 2.0) -> str:
         try:
             response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:
-            code = error.code()  # type: ignore[attr-defined]
+            code = error.code()
             if code is grpc.StatusCode.NOT_FOUND:
                 return f"no service {service!r}"
             return f"no answer ({code.name})"

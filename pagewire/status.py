@@ -68,7 +68,7 @@ def _show_load(target: str, console: Console) -> None:
         try:
             now = stub.GetState(introspection_pb2.GetStateRequest(), timeout=_TIMEOUT_S).state
         except grpc.RpcError as error:
-            console.print(f"load     unknown: {error.code().name}")  # type: ignore[attr-defined]
+            console.print(f"load     unknown: {error.code().name}")
             return
     pool = now.block_pool
     available = pool.num_free + pool.num_cached

@@ -1,4 +1,4 @@
-"""How `pagewire generate` and `pagewire chat` show answers: text on standard output as it comes, remarks on standard error."""
+"""How `pagewire generate` and `pagewire chat` show answers: text on standard output as it comes, remarks beside it."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ _PROMPT = "> "
 
 
 def show(stream: Stream, *, headings: bool) -> Completion:
-    """Writes an answer as it is made; with headings each of several sequences when it is done. Gives the whole answer."""
+    """Writes an answer as it is made, or with headings each of several sequences once it is done; gives all of it."""
     with stream:
         for delta in stream:
             if not headings:
@@ -68,7 +68,7 @@ class Conversation:
         self._messages = [Message(role="system", content=system)] if system else []
 
     def run(self) -> None:
-        """Answers lines from standard input until it ends. On a terminal Ctrl-C interrupts an answer and errors end a turn."""
+        """Answers lines from standard input until it ends. On a terminal Ctrl-C and errors end a turn, not the chat."""
         if not sys.stdin.isatty():
             for line in sys.stdin:
                 self._turn(line.strip())

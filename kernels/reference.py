@@ -1,0 +1,259 @@
+"""Torch twins of every kernel: what each operation means, said once, and what runs where nothing faster is built.
+
+Arguments are tensors and numbers, never a request or a configuration, so a test needs no model. Each wrapper checks
+shapes and dtypes and raises ValueError; none casts or copies silently.
+
+The KV cache is one tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; `k_cache` and `v_cache` are
+the two contiguous views of one layer of it. PagedAttention: Kwon et al., SOSP'23, arXiv:2309.06180.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+
+def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Writes each token's K and V into its slot, block_id * block_size + offset.
+
+    Args:
+        k: [num_tokens, num_kv_heads, head_dim].
+        v: like `k`.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], written in place.
+        v_cache: like `k_cache`.
+        slot_mapping: [num_tokens] int64; -1 skips the token (padding). No slot stands twice.
+    """
+    if k.shape != v.shape or k_cache.shape != v_cache.shape or k.shape[1:] != k_cache.shape[2:]:
+        raise ValueError(
+            f"k {_form(k)}, v {_form(v)}, k_cache {_form(k_cache)} and v_cache {_form(v_cache)} do not fit together"
+        )
+    if not k.dtype == v.dtype == k_cache.dtype == v_cache.dtype:
+        raise ValueError(f"k, v and the caches differ in dtype: {k.dtype}, {v.dtype}, {k_cache.dtype}, {v_cache.dtype}")
+    if slot_mapping.shape != k.shape[:1] or slot_mapping.dtype != torch.int64:
+        raise ValueError(f"slot_mapping is {_form(slot_mapping)}; it is to be int64 {[k.shape[0]]}")
+    written = slot_mapping >= 0
+    if not written.all():
+        k, v, slot_mapping = k[written], v[written], slot_mapping[written]
+    for tokens, cache in ((k, k_cache), (v, v_cache)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, tokens)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal attention of ragged queries over the paged cache: decode rows and prefill chunks, mixed in one batch.
+
+    Row i owns the queries query_starts[i] : query_starts[i + 1], which are the last of its context_lengths[i] tokens;
+    the K and V of all those tokens are in the cache already. A query sees its own token and those before it. Query
+    heads share K/V heads in equal groups, in order (GQA: Ainslie et al. 2023, arXiv:2305.13245).
+
+    Args:
+        q: [num_tokens, num_heads, head_dim]; may be a strided view.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        v_cache: like `k_cache`. Whole blocks are read and then masked, and 0 * NaN is NaN: slots behind the context may
+            hold anything finite.
+        block_tables: [num_rows, max_blocks] int32 or int64; entries behind a row's last block are any valid block.
+        query_starts: [num_rows + 1] int32 or int64, from 0 to num_tokens.
+        context_lengths: [num_rows] int32 or int64, each at least the row's number of queries.
+        scale: factor of the scores before the softmax.
+
+    Returns:
+        [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
+    """
+    _check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
+    starts, lengths = query_starts.tolist(), context_lengths.tolist()
+    if starts[-1] != q.shape[0]:
+        raise ValueError(f"query_starts ends at {starts[-1]}, but q holds {q.shape[0]} tokens")
+    block_size = k_cache.shape[1]
+    out = q.new_empty(q.shape)
+    decode_rows = []
+    for row, length in enumerate(lengths):
+        start, end = starts[row], starts[row + 1]
+        if not 0 < end - start <= length <= block_tables.shape[1] * block_size:
+            raise ValueError(
+                f"row {row} has {end - start} queries, a context of {length} and {block_tables.shape[1]} blocks"
+            )
+        if end - start == 1:
+            decode_rows.append(row)
+            continue
+        table = block_tables[row, : -(-length // block_size)]
+        out[start:end] = _attend_chunk(q[start:end], k_cache, v_cache, table, length, scale)
+
+    for group in _of_similar_length(decode_rows, lengths):
+        num_blocks = -(-lengths[group[0]] // block_size)
+        if len(group) == len(lengths):  # the whole batch, as it stands: nothing to pick out or to put back
+            return _attend_decode(q, k_cache, v_cache, block_tables[:, :num_blocks], context_lengths, scale)
+        rows = torch.tensor(group, device=q.device)
+        tokens = query_starts[rows].long()
+        tables = block_tables[rows, :num_blocks]
+        out[tokens] = _attend_decode(q[tokens], k_cache, v_cache, tables, context_lengths[rows], scale)
+    return out
+
+
+def _attend_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lengths: Tensor, scale: float
+) -> Tensor:
+    """One query per row, all rows at once; q: [num_rows, num_heads, head_dim]."""
+    num_rows, _, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    blocks = block_tables.flatten()
+    k, v = (
+        cache.index_select(0, blocks).view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )  # [R, Hkv, L, D]
+    seen = torch.arange(k.shape[2], device=q.device) < context_lengths[:, None]  # [R, L]
+    # The query heads of one K/V head stand where SDPA expects the queries of one head: its K and V are read once.
+    grouped = q.view(num_rows, num_kv_heads, -1, head_dim)  # [R, Hkv, G, D]
+    out = scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
+    return out.reshape(q.shape)
+
+
+def _attend_chunk(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_length: int, scale: float
+) -> Tensor:
+    """The queries of one row, [num_queries, num_heads, head_dim], which are the last ones of its context."""
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    group_size = num_heads // num_kv_heads
+    k, v = (
+        cache.index_select(0, block_table)
+        .view(-1, num_kv_heads, head_dim)[:context_length]
+        .transpose(0, 1)[:, None]
+        .expand(-1, group_size, -1, -1)
+        for cache in (k_cache, v_cache)
+    )  # [Hkv, G, L, D], not copied for each of the G
+    grouped = q.view(num_queries, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, Q, D]
+    if num_queries == context_length:
+        out = scaled_dot_product_attention(grouped, k, v, is_causal=True, scale=scale)
+    else:
+        positions = torch.arange(context_length, device=q.device)
+        seen = positions <= positions[-num_queries:, None]  # [Q, L]
+        out = scaled_dot_product_attention(grouped, k, v, attn_mask=seen, scale=scale)
+    return out.permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def _of_similar_length(rows: list[int], lengths: Sequence[int]) -> list[list[int]]:
+    """`rows` in groups, longest first, none shorter than half its group's longest: padding never doubles the work."""
+    groups: list[list[int]] = []
+    for row in sorted(rows, key=lengths.__getitem__, reverse=True):
+        if not groups or 2 * lengths[row] < lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(row)
+    return groups
+
+
+def _check_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_starts: Tensor, context_lengths: Tensor
+) -> None:
+    num_rows = context_lengths.shape[0]
+    if k_cache.shape != v_cache.shape or k_cache.ndim != 4 or q.ndim != 3 or q.shape[2] != k_cache.shape[3]:
+        raise ValueError(f"q {_form(q)}, k_cache {_form(k_cache)} and v_cache {_form(v_cache)} do not fit together")
+    if q.shape[1] % k_cache.shape[2] != 0:
+        raise ValueError(f"{q.shape[1]} query heads do not share {k_cache.shape[2]} K/V heads equally")
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
+        raise ValueError(f"q and the caches differ in dtype: {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
+    if block_tables.ndim != 2 or block_tables.shape[0] != num_rows or query_starts.shape != (num_rows + 1,):
+        raise ValueError(
+            f"block_tables {_form(block_tables)}, query_starts {_form(query_starts)} and "
+            f"context_lengths {_form(context_lengths)} do not have the same rows"
+        )
+
+
+def copy_blocks(kv_cache: Tensor, block_pairs: Tensor) -> None:
+    """Copies blocks onto others of the same cache in all layers; every block is read before any is written.
+
+    Args:
+        kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], written in place.
+        block_pairs: [num_pairs, 2] int64, (from, to); no block is written twice.
+    """
+    swap_blocks(kv_cache, kv_cache, block_pairs)
+
+
+def swap_blocks(source: Tensor, destination: Tensor, block_pairs: Tensor) -> None:
+    """Copies blocks from one cache into another, which may be on another device, in all layers.
+
+    Args:
+        source: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
+        destination: like `source` but for num_blocks, written in place.
+        block_pairs: [num_pairs, 2] int64, (from, to); no block is written twice.
+    """
+    if source.ndim != 6 or source.shape[:2] != destination.shape[:2] or source.shape[3:] != destination.shape[3:]:
+        raise ValueError(f"source {_form(source)} and destination {_form(destination)} do not fit together")
+    if source.dtype != destination.dtype:
+        raise ValueError(f"source and destination differ in dtype: {source.dtype}, {destination.dtype}")
+    if block_pairs.ndim != 2 or block_pairs.shape[1] != 2 or block_pairs.dtype != torch.int64:
+        raise ValueError(f"block_pairs is {_form(block_pairs)}; it is to be int64 [num_pairs, 2]")
+    read = source.index_select(2, block_pairs[:, 0].to(source.device))
+    destination.index_copy_(2, block_pairs[:, 1].to(destination.device), read.to(destination.device))
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm over the last dimension, in float32 inside (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    Args:
+        x: [..., size].
+        weight: [size], in x's dtype; multiplied after the rounding to that dtype, as Hugging Face does.
+        epsilon: added to the mean square.
+
+    Returns:
+        Like `x`.
+    """
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        raise ValueError(f"weight {_form(weight)} does not fit x {_form(x)}")
+    wide = x.to(torch.float32, copy=True)  # a copy in float32 too, since it is scaled in place
+    inverse_rms = wide.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+    return wide.mul_(inverse_rms).to(x.dtype).mul_(weight)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Adds `x` to `residual` in place, and gives the RMSNorm of the sum; shapes as in `rms_norm`."""
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(f"x {_form(x)} and residual {_form(residual)} differ")
+    return rms_norm(residual.add_(x), weight, epsilon)
+
+
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotates each head of each token by its position, in place (RoFormer: Su et al. 2021, arXiv:2104.09864).
+
+    Component i of a head turns with component i + head_dim / 2 ("rotate half", as Hugging Face lays Llama out), not
+    with its neighbour as in the paper.
+
+    Args:
+        x: [num_tokens, num_heads, head_dim]; may be a strided view, such as the q and k part of a fused projection.
+        cos: [num_tokens, head_dim / 2], in x's dtype: the rows of the table at the tokens' positions.
+        sin: like `cos`.
+    """
+    if cos.shape != (x.shape[0], x.shape[2] // 2) or sin.shape != cos.shape or not x.dtype == cos.dtype == sin.dtype:
+        raise ValueError(f"cos {_form(cos)} and sin {_form(sin)} do not fit x {_form(x)}")
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = x.chunk(2, dim=-1)
+    rotated_first = torch.addcmul(first * cos, second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(rotated_first)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """silu(first half) * second half of the last dimension: SwiGLU's gate (Shazeer 2020, arXiv:2002.05202).
+
+    Args:
+        x: [num_tokens, 2 * size].
+
+    Returns:
+        [num_tokens, size].
+    """
+    if x.shape[-1] % 2 != 0:
+        raise ValueError(f"x {_form(x)} has no two halves")
+    gate, up = x.chunk(2, dim=-1)
+    return silu(gate).mul_(up)
+
+
+def _form(x: Tensor) -> str:
+    """Dtype and shape, for messages."""
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"

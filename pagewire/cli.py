@@ -1,0 +1,312 @@
+"""The command line: `pagewire up|down|status|health|model|generate|chat|tokenize|bench|demo`.
+
+Options and help stand here, what the commands do in the modules that they import when they run: `pagewire --help` and
+`pagewire health` start fast.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pagewire.client import DEFAULT_TARGET
+from pagewire.errors import DeadlineExceeded, PagewireError, RequestError, Unavailable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pagewire.launch import LaunchOptions
+    from pagewire.request import Options
+
+
+class _ReportingGroup(typer.core.TyperGroup):
+    """Shows the errors that this room raises on purpose as a line, and leaves with status 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PagewireError as error:
+            _console(stderr=True).print("error:", _explained(error), style="red", markup=False)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=_ReportingGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Pagewire serves large language models over gRPC.",
+)
+
+
+class LogLevel(StrEnum):
+    """Least severe line that services log."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+class LogFormat(StrEnum):
+    """How services write their log lines."""
+
+    text = "text"
+    json = "json"
+
+
+# Options that several commands share.
+Target = Annotated[str, typer.Option(help="The server, as HOST:PORT or unix:PATH.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="The cluster's port.")]
+ModelName = Annotated[str, typer.Option(help="A checkpoint's folder, a hub name, or smollm2-135m, which is fetched.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Tokens of an answer at most.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float | None, typer.Option(help="Sample from the most probable tokens that reach this probability.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from this many most probable tokens.")]
+MinP = Annotated[float | None, typer.Option(help="Drop tokens less probable than this share of the best one's.")]
+Seed = Annotated[int | None, typer.Option(help="Same request, same seed, same answer.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End an answer at this text; may be repeated.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds for the whole request.")]
+
+
+@app.command()
+def up(
+    model: ModelName = "smollm2-135m",
+    host: Annotated[str, typer.Option(help="Where the router listens.")] = "127.0.0.1",
+    port: Port = 50051,
+    dtype: Annotated[str | None, typer.Option(help="Type of weights and KV cache, as bfloat16 or float32.")] = None,
+    kv_cache_bytes: Annotated[str | None, typer.Option(help="Size of the KV cache.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run together at most.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step at most.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The name that requests may carry.")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="Least severe line logged.")] = None,
+    log_format: Annotated[LogFormat | None, typer.Option(help="Text, or a JSON object per line.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SERVICE.OPTION=VALUE", help="Any other option of a service.")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Run in the background once it serves.")] = False,
+    log_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Start a cluster on this machine: worker, scheduler and router. Ctrl-C drains it."""
+    from pagewire import models
+    from pagewire.launch import LaunchOptions, Setting, check_free, shared_settings
+    from pagewire.up import up as run
+
+    shared = shared_settings(
+        dtype=dtype,
+        kv_cache_bytes=kv_cache_bytes,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        served_model_name=served_model_name,
+        log_level=log_level and log_level.value,
+        log_format=log_format and log_format.value,
+    )
+    options = LaunchOptions(model, host, port, (*shared, *map(Setting.parse, settings or ())), log_file)
+    # Before a download rather than after it.
+    check_free(options)
+    path = models.resolve(model, _console())
+    options = LaunchOptions(path, host, port, options.settings, log_file)
+    if detach:
+        _detach(options)
+    else:
+        raise typer.Exit(run(options))
+
+
+def _detach(options: "LaunchOptions") -> None:
+    import dataclasses
+
+    from pagewire import background, state
+
+    console = _console()
+    options = dataclasses.replace(options, log_file=state.log_path(options.port))
+    process = background.start(options)
+    with console.status("starting worker, scheduler and router"):
+        background.wait_until_serving(process, options)
+    console.print(f"serves on {options.target} (pid {process.pid}), log in {options.log_file}")
+
+
+@app.command()
+def down(port: Port = 50051) -> None:
+    """Stop the cluster on this machine: live requests may finish first."""
+    from pagewire import background, state
+
+    console = _console()
+    running = state.load(port)
+    if running is None:
+        console.print(f"nothing runs on port {port}")
+        return
+    with console.status("finishing live requests"):
+        background.stop(running)
+    console.print(f"stopped the cluster on port {port}")
+
+
+@app.command()
+def status(port: Port = 50051) -> None:
+    """Show the cluster on this machine: processes, health, model, free blocks. Exit 1 if it does not serve."""
+    from pagewire.status import show
+
+    if not show(port, _console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def health(
+    target: Annotated[str, typer.Argument(help="HOST:PORT or unix:PATH.")] = DEFAULT_TARGET,
+    service: Annotated[str, typer.Option(help="One service's full name; the whole server without.")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 2.0,
+) -> None:
+    """Exit 0 if a server is SERVING, else 1."""
+    from pagewire.health import SERVING, check
+
+    answer = check(target, service, timeout)
+    typer.echo(answer)
+    if answer != SERVING:
+        raise typer.Exit(1)
+
+
+@app.command("model")
+def model_(name: Annotated[str, typer.Argument(help="As for `up --model`.")] = "smollm2-135m") -> None:
+    """Print what services load for a model, and fetch the built-in one if need be."""
+    from pagewire.models import resolve
+
+    typer.echo(resolve(name, _console(stderr=True)))
+
+
+@app.command()
+def generate(
+    prompt: str,
+    target: Target = DEFAULT_TARGET,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Answers sampled from the prompt.")] = None,
+    stop: Stop = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
+    request_id: Annotated[str | None, typer.Option(help="Names the request in logs.")] = None,
+    timeout: Timeout = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object with everything.")] = False,
+) -> None:
+    """Continue a text; it is written as it is made."""
+    from pagewire import terminal
+    from pagewire.client import Client
+
+    options = _options(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
+    options |= {"n": n, "ignore_eos": ignore_eos, "request_id": request_id, "token_ids": json}
+    with Client(target) as client:
+        if json:
+            typer.echo(terminal.as_json(client.generate(prompt, timeout=timeout, **options)))
+            return
+        several = n is not None and n > 1
+        completion = terminal.show(client.stream(prompt, timeout=timeout, **options), headings=several)
+    _console(stderr=True).print(terminal.summary(completion), style="dim")
+
+
+@app.command()
+def chat(
+    target: Target = DEFAULT_TARGET,
+    system: Annotated[str | None, typer.Option(help="What the assistant is told first.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """Talk with the model, or answer each line of standard input."""
+    from pagewire.client import Client
+    from pagewire.terminal import Conversation
+
+    options = _options(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
+    with Client(target) as client:
+        Conversation(client, system, options, _console(stderr=True)).run()
+
+
+@app.command()
+def tokenize(text: str, target: Target = DEFAULT_TARGET) -> None:
+    """Print the token ids of a text as JSON."""
+    from pagewire.client import Client
+
+    with Client(target) as client:
+        typer.echo(client.tokenize(text))
+
+
+@app.command()
+def bench(
+    workload: Annotated[Path, typer.Option(help="The workload's JSON file.", exists=True, dir_okay=False)],
+    tests: Annotated[str, typer.Option(help="Tests of the workload, with commas between.")] = "w1,w2,w3,w4",
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests a second, for w4.")] = 4.2,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each test.")] = 3,
+    target: Target = DEFAULT_TARGET,
+    memory_of: Annotated[int | None, typer.Option(help="Process whose tree's peak memory is noted.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for all figures and their setting.")] = None,
+) -> None:
+    """Measure throughput, TTFT, TPOT and ITL of a server under a workload."""
+    from pagewire import bench_report
+
+    bench_report.run(
+        target,
+        workload,
+        [test.strip() for test in tests.split(",")],
+        rate=rate,
+        repetitions=repeat,
+        memory_of=memory_of,
+        json_file=json,
+        console=_console(),
+    )
+
+
+@app.command()
+def demo(model: ModelName = "smollm2-135m") -> None:
+    """Show it all once: fetch the model, start a cluster, complete, chat, stop."""
+    from pagewire import demo
+
+    demo.run(model, _console())
+
+
+def main() -> None:
+    """The `pagewire` script."""
+    app()
+
+
+def _options(
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    seed: int | None,
+    stop: list[str] | None,
+) -> "Options":
+    from pagewire.request import Options
+
+    return Options(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or None,
+    )
+
+
+def _console(*, stderr: bool = False) -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+
+
+def _explained(error: PagewireError) -> str:
+    """The error's own sentence, and what to do where that is known."""
+    if isinstance(error, Unavailable) and not error.reason:
+        return f"no server answers; `pagewire up` starts one, --target names another ({error})"
+    if isinstance(error, DeadlineExceeded):
+        return f"not done within --timeout ({error})"
+    if isinstance(error, RequestError) and error.retry_after_s is not None:
+        return f"{error}; try again in {error.retry_after_s:g} s"
+    return str(error)

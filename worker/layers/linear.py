@@ -1,0 +1,64 @@
+"""Linear layers: y = x W^T + b, several of a checkpoint's projections stacked into one where they share their input."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+
+class Linear(nn.Module):
+    """One matrix product for all of `outputs`, whose results stand side by side in the last dimension.
+
+    Args:
+        in_features: size of the input.
+        outputs: the checkpoint's name of each stacked projection -> its number of outputs, in order.
+        bias: whether each has one.
+        dtype: of the weights, which is the input's as well.
+        device: where they live.
+    """
+
+    def __init__(
+        self, in_features: int, outputs: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.outputs = dict(outputs)
+        out_features = sum(outputs.values())
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), False)
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
+        self._multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+        """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
+        tensors = {}
+        sizes = list(self.outputs.values())
+        for name, weight in zip(self.outputs, self.weight.split(sizes), strict=True):
+            tensors[f"{prefix}{name}.weight"] = weight
+        if self.bias is not None:
+            for name, bias in zip(self.outputs, self.bias.split(sizes), strict=True):
+                tensors[f"{prefix}{name}.bias"] = bias
+        return tensors
+
+    def pack(self) -> None:
+        """Reorders the loaded weight once into oneDNN's blocked layout, where that is known to pay: bfloat16 on a CPU.
+
+        The plain weight is let go. A decode step of SmolLM2-135M spends 6 instead of 14 ms in its products then, since
+        otherwise each call reorders the weight afresh.
+        """
+        weight = self.weight
+        if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not _onednn_has_bfloat16():
+            return
+        self.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(weight), False)
+        self._multiply = _multiply_packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, the sum of all outputs]."""
+        return self._multiply(x, self.weight, self.bias)
+
+
+def _multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+def _onednn_has_bfloat16() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
