@@ -189,8 +189,8 @@ class Podman:
             "CONTAINERS_STORAGE_CONF": str(STATE / "storage.conf"),
             "DOCKER_HOST": f"unix://{self._socket}",
         }
-        # runc, since crun refuses hybrid cgroups. Low limits, since raising them may be forbidden. The delay is how long
-        # a helper outlives `compose exec` (default: five minutes).
+        # runc, since crun refuses hybrid cgroups. Low limits, since raising them may be forbidden. The delay is how
+        # many seconds a helper outlives `compose exec` (default: 300).
         write(STATE / "containers.conf", f"""
             [containers]
             default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
@@ -264,7 +264,7 @@ class Podman:
                 start_new_session=True,  # a Ctrl-C is meant for us; the clean-up still needs the service
             )
         # Podman leaves its store mounted onto itself.
-        cleanup.callback(subprocess.run, ["umount", "--quiet", STATE / "storage/overlay"], timeout=30, check=False)
+        cleanup.callback(subprocess.call, ("umount", "--quiet", str(STATE / "storage/overlay")), timeout=30)
         cleanup.callback(end, service)
         cleanup.callback(self._podman, "rm", "--force", "--all", "--time", "5")
         deadline = time.monotonic() + 30

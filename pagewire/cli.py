@@ -123,7 +123,7 @@ def _detach(options: "LaunchOptions") -> None:
     process = background.start(options)
     with console.status("starting worker, scheduler and router"):
         background.wait_until_serving(process, options)
-    console.print(f"serves on {options.target} (pid {process.pid}), log in {options.log_file}")
+    console.print(f"serves on {options.target} (pid {process.pid}), log in {options.log_file}", markup=False)
 
 
 @app.command()
@@ -310,3 +310,7 @@ def _explained(error: PagewireError) -> str:
     if isinstance(error, RequestError) and error.retry_after_s is not None:
         return f"{error}; try again in {error.retry_after_s:g} s"
     return str(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from pagewire import health
 from pagewire.errors import PagewireError
 from pagewire.processes import environment, tied
-from protos.rpc import dial, wait_for_serving
 
 # The status with which our services refuse their options; to start them again would not help.
 USAGE_ERROR = 2
 _TAIL_LINES = 12
+_POLL_S = 0.1
 _LINE_BYTES = 64 << 10
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Cluster:
         on_waiting: takes the name of the service that the start waits for.
         on_pids: takes the services' process ids whenever they change.
         new_policy: makes each service's restart policy.
+        start_within_s: seconds until the start is given up; a large model takes minutes to load.
     """
 
     def __init__(
@@ -98,12 +100,14 @@ class Cluster:
         on_waiting: Callable[[str], None] = lambda name: None,
         on_pids: Callable[[dict[str, int]], None] = lambda pids: None,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
+        start_within_s: float = 1800.0,
     ) -> None:
         self._services = services
         self._on_line = on_line
         self._on_waiting = on_waiting
         self._on_pids = on_pids
         self._new_policy = new_policy
+        self._start_within_s = start_within_s
         self._running: dict[str, _Running] = {}
         self._tails: dict[str, deque[str]] = {service.name: deque(maxlen=_TAIL_LINES) for service in services}
         self._ready = False
@@ -137,13 +141,15 @@ class Cluster:
             _kill_group(running.process.pid)
 
     async def _wait_until_serving(self) -> None:
+        give_up_at = asyncio.get_running_loop().time() + self._start_within_s
         for service in self._services:
             self._on_waiting(service.name)
-            channel = dial(service.address)
             try:
-                await wait_for_serving(channel)
-            finally:
-                await channel.close()
+                async with asyncio.timeout_at(give_up_at):
+                    await _serving(service.address)
+            except TimeoutError:
+                late = f"{service.name} does not serve after {self._start_within_s:g} s"
+                raise LaunchError(self._with_tail(service, late)) from None
 
     async def _keep(self, service: ServiceProcess) -> None:
         """Runs a service again and again; ends only by LaunchError."""
@@ -155,7 +161,7 @@ class Cluster:
                 raise LaunchError(self._with_tail(service, end + ("" if self._ready else " before it was ready")))
             delay_s = policy.delay_after_death(asyncio.get_running_loop().time())
             if delay_s is None:
-                often = f"{end}, the {policy.max_deaths}th death within {policy.window_s:g} s; giving up"
+                often = f"{end}, death {policy.max_deaths} within {policy.window_s:g} s; giving up"
                 raise LaunchError(self._with_tail(service, often))
             log.warning(f"{end}; starting it again", extra={"delay_s": delay_s})
             await asyncio.sleep(delay_s)
@@ -218,6 +224,15 @@ async def _first_of(*tasks: asyncio.Task) -> None:
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
+
+
+async def _serving(address: str) -> None:
+    """Returns when the server at an address is SERVING."""
+    # Asked anew each time rather than watched: a watch that is cancelled keeps its connection (grpc#43360).
+    while True:
+        if await asyncio.to_thread(health.check, address) == health.SERVING:
+            return
+        await asyncio.sleep(_POLL_S)
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

@@ -7,15 +7,16 @@ from pathlib import Path
 from rich.console import Console
 
 from pagewire import background, models, terminal
-from pagewire.client import Client
+from pagewire.client import Client, Stream
 from pagewire.cluster import LaunchError
 from pagewire.errors import RequestError
 from pagewire.launch import LaunchOptions, free_port
-from pagewire.request import Message, Options
+from pagewire.request import Options
 
 _TEXT = "The capital of France is"
 _QUESTION = "Why is the sky blue? Answer in two sentences."
-_OPTIONS = Options(temperature=0, max_tokens=64)
+_COMPLETE = Options(temperature=0, max_tokens=32, stop="\n")
+_CHAT = Options(temperature=0, max_tokens=128)
 
 
 def run(model: str, console: Console) -> None:
@@ -45,9 +46,12 @@ def run(model: str, console: Console) -> None:
 
 def _talk(target: str, console: Console) -> None:
     with Client(target) as client:
-        console.print(f"[bold]Completion[/] of [cyan]{_TEXT}[/]")
-        answer = terminal.show(client.stream(_TEXT, **_OPTIONS), headings=False)
-        console.print(terminal.summary(answer), style="dim", highlight=False)
-        console.print(f"\n[bold]Chat[/] [cyan]{_QUESTION}[/]")
-        answer = terminal.show(client.stream([Message(role="user", content=_QUESTION)], **_OPTIONS), headings=False)
-        console.print(terminal.summary(answer), style="dim", highlight=False)
+        console.print(f"[bold]Completion:[/] [cyan]{_TEXT}[/]", end="")
+        _answer(client.stream(_TEXT, **_COMPLETE), console)
+        console.print(f"\n[bold]Chat:[/] [cyan]{_QUESTION}[/]")
+        _answer(client.stream_chat(_QUESTION, **_CHAT), console)
+
+
+def _answer(stream: Stream, console: Console) -> None:
+    completion = terminal.show(stream, headings=False)
+    console.print(terminal.summary(completion), style="dim", highlight=False)

@@ -138,7 +138,10 @@ def check_free(options: LaunchOptions) -> None:
         raise LaunchError(f"a cluster runs on port {options.port} already (pid {running.launcher_pid}); {remedy}")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        socket.create_server((options.host, options.port), family=family).close()
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As the router binds: connections of an earlier server that linger do not matter.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((options.host, options.port))
     except OSError as error:
         raise LaunchError(f"cannot listen on {options.address}: {error.strerror}; choose another --port") from error
 

@@ -31,7 +31,8 @@ def tied(command: Sequence[str]) -> tuple[str, ...]:
 
 def environment() -> dict[str, str]:
     """The environment for `module_command`: ours, and the repository's root on the path where it is not installed."""
-    variables = dict(os.environ)
+    # gRPC's own remarks, as on each connection that a peer ends, have no place between log lines.
+    variables = {"GRPC_VERBOSITY": "ERROR"} | os.environ
     if str(ROOT) not in site.getsitepackages():
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), str(ROOT)]))
     return variables

@@ -25,12 +25,12 @@ def show(port: int, console: Console) -> bool:
     elif answer.startswith("no answer"):
         console.print(f"nothing runs on port {port}; `pagewire up` starts a cluster")
         return False
-    console.print(f"listens  {target}, {answer}")
+    console.print(f"listens  {target}, {answer}", markup=False)
     if answer == health.SERVING:
         _show_model(target, console)
         _show_load(target, console)
     if running and running.log_file:
-        console.print(f"log      {running.log_file}", soft_wrap=True)
+        console.print(f"log      {running.log_file}", markup=False)
     return answer == health.SERVING
 
 

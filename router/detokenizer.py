@@ -23,7 +23,13 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._pending: list[int] = []
-        self._restart(prompt_token_ids[-_NUM_PROMPT_TOKENS:])
+        tail = list(prompt_token_ids[-_NUM_PROMPT_TOKENS:])
+        border = _last_border(tokenizer, tail)
+        self._restart(tail[:border])
+        # A character that the prompt has begun belongs to the output; the library, told of it as prompt, would repeat
+        # the prompt's text with it.
+        for token_id in tail[border:]:
+            self.push(token_id)
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
@@ -43,6 +49,14 @@ class Detokenizer:
 
     def _restart(self, token_ids: Sequence[int]) -> None:
         self._stream = DecodeStream(ids=list(token_ids), skip_special_tokens=True)
+
+
+def _last_border(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
+    """How many of `token_ids` come before the character that they end within; all, where they end with a whole one."""
+    for num in range(len(token_ids), max(-1, len(token_ids) - 4), -1):
+        if not tokenizer.decode(token_ids[:num]).endswith("\ufffd"):
+            return num
+    return len(token_ids)
 
 
 @dataclass(frozen=True, slots=True)

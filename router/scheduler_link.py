@@ -44,7 +44,7 @@ class SchedulerLink:
 
     @property
     def serving(self) -> bool:
-        """Whether a request submitted now would run."""
+        """Whether a request submitted now would run at once."""
         return self._connected and self.load.serving and not self._draining
 
     @property
@@ -59,10 +59,12 @@ class SchedulerLink:
     def submit(self, live: LiveRequest, timeout_ms: int) -> None:
         """Sends a request to the scheduler; `timeout_ms` is how long its client still waits, 0 for ever.
 
+        A scheduler that has lost its worker takes it all the same: it waits there for the next one.
+
         Raises:
             Refusal: UNAVAILABLE, there is no scheduler that takes it.
         """
-        if not self.serving:
+        if not self._connected or self._draining:
             raise unavailable("NO_SCHEDULER", "no scheduler is ready; retry")
         self._live[live.handle] = live
         self._timeouts_ms[live.handle] = timeout_ms

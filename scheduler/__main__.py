@@ -11,7 +11,6 @@ from scheduler.config import SchedulerSettings
 from scheduler.loop import SchedulerLoop
 from scheduler.server import SessionService
 from scheduler.sessions import Sessions
-from scheduler.worker_link import WorkerLink
 
 log = logging.getLogger("scheduler")
 
@@ -19,8 +18,7 @@ log = logging.getLogger("scheduler")
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     """Serves routers until `stop` is set; health is SERVING while a worker is."""
     sessions = Sessions()
-    link = WorkerLink(settings.worker, settings.step_timeout_s)
-    loop = SchedulerLoop(settings, link, sessions)
+    loop = SchedulerLoop(settings, sessions)
     service = SessionService(settings, loop, sessions, epoch=secrets.randbits(63))
     name = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
     server = Server([Service(name, add_SessionServiceServicer_to_server, service)])
@@ -42,7 +40,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     for task in tasks:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    await link.close()
+    await loop.close()
     log.info("stopped")
     for result in results:
         if isinstance(result, Exception):

@@ -38,7 +38,6 @@ class SchedulerLoop:
     def __init__(
         self,
         settings: SchedulerSettings,
-        link: WorkerLink,
         sessions: Sessions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -49,7 +48,7 @@ class SchedulerLoop:
         self.last_step_ms = 0.0
         self.last_step_tokens = 0
         self._settings = settings
-        self._link = link
+        self._link = WorkerLink(settings.worker, settings.step_timeout_s, on_lost=self.wake)
         self._sessions = sessions
         self._clock = clock
         self._work = asyncio.Event()
@@ -79,6 +78,10 @@ class SchedulerLoop:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
+
+    async def close(self) -> None:
+        """Hangs up on the worker, after `run` was cancelled."""
+        await self._link.close()
 
     async def drained(self, grace_s: float) -> None:
         """Returns when no request is live, or after `grace_s` seconds."""
@@ -129,6 +132,7 @@ class SchedulerLoop:
                 self._fail(group, grpc.StatusCode.DEADLINE_EXCEEDED, f"its deadline passed after {waited_ms:.0f} ms")
             if not plan.rows:
                 await self._idle()
+                await self._link.check()
                 continue
             result = await self._link.execute(plan)
             outputs = self.core.update(plan, result)

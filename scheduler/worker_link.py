@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import grpc
 
@@ -19,12 +20,17 @@ class WorkerLost(Exception):
 
 
 class WorkerLink:
-    """One worker by its address, through as many of its lives as it takes."""
+    """One worker by its address, through as many of its lives as it takes.
 
-    def __init__(self, address: str, step_timeout_s: float) -> None:
+    Args:
+        on_lost: called when the stream of steps ends, also while no step runs.
+    """
+
+    def __init__(self, address: str, step_timeout_s: float, on_lost: Callable[[], None]) -> None:
         self._channel = rpc.dial(address)
         self._stub = WorkerServiceStub(self._channel)
         self._step_timeout_s = step_timeout_s
+        self._on_lost = on_lost
         self._epoch = 0
         self._call: grpc.aio.StreamStreamCall[ExecuteModelRequest, ExecuteModelResponse] | None = None
 
@@ -41,7 +47,14 @@ class WorkerLink:
                 await asyncio.sleep(0.1)
         self._epoch = info.epoch
         self._call = self._stub.Execute()
+        self._call.add_done_callback(lambda _: self._on_lost())
         return info
+
+    async def check(self) -> None:
+        """Raises WorkerLost when the stream of steps has ended."""
+        assert self._call is not None, "not connected"
+        if self._call.done():
+            raise WorkerLost(await self._last_words())
 
     async def execute(self, plan: Plan) -> StepResult:
         """Runs a step.

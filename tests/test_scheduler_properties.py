@@ -1,7 +1,7 @@
 """Random walks over the scheduler core: whatever happens, no block leaks, no token is lost, everything ends once.
 
-The worker is a function of (request, sequence index, position), as counter-based sampling makes the real one: outputs may
-then not depend on memory, budget, or what else runs.
+The worker is a function of (request, sequence index, position), as counter-based sampling makes the real one: outputs
+may then not depend on memory, budget, or what else runs.
 """
 
 from array import array

@@ -1,20 +1,19 @@
 """Token ids to vectors, and vectors to logits."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import embedding
 
 from worker.layers.linear import Linear
 
 
-class Embedding(nn.Module):
+class Embedding:
     """One learned vector for each token id."""
 
     def __init__(self, vocabulary_size: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocabulary_size, size, dtype=dtype, device=device), False)
+        self.weight = torch.empty(vocabulary_size, size, dtype=dtype, device=device)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, size]."""
         return embedding(token_ids, self.weight)
 
@@ -29,6 +28,6 @@ class Head(Linear):
         """Takes the embedding's vectors for weights; `pack` gives the head a copy of its own later."""
         self.weight = embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[num_samples, size] -> logits [num_samples, vocabulary_size] in float32."""
-        return super().forward(x).float()
+        return super().__call__(x).float()

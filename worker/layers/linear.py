@@ -1,13 +1,17 @@
-"""Linear layers: y = x W^T + b, several of a checkpoint's projections stacked into one where they share their input."""
+"""Linear layers: y = x W^T + b, several of a checkpoint's projections stacked into one where they share their input.
+
+Layers are plain objects that hold tensors and are called. Nothing here is trained, so the registries and hooks of
+nn.Module would have no work, and their share of each call shows in a decode step.
+"""
 
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 
-class Linear(nn.Module):
+class Linear:
     """One matrix product for all of `outputs`, whose results stand side by side in the last dimension.
 
     Args:
@@ -21,11 +25,10 @@ class Linear(nn.Module):
     def __init__(
         self, in_features: int, outputs: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__()
         self.outputs = dict(outputs)
         out_features = sum(outputs.values())
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), False)
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
+        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
@@ -48,10 +51,10 @@ class Linear(nn.Module):
         weight = self.weight
         if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not _onednn_has_bfloat16():
             return
-        self.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(weight), False)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._multiply = _multiply_packed
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, the sum of all outputs]."""
         return self._multiply(x, self.weight, self.bias)
 

@@ -1,20 +1,19 @@
 """RMSNorm with its learned weight, alone and fused with the residual addition before it."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels import reference
 
 
-class RMSNorm(nn.Module):
+class RMSNorm:
     """x / rms(x) * weight; see `reference.rms_norm`."""
 
     def __init__(self, size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), False)
+        self.weight = torch.empty(size, dtype=dtype, device=device)
         self.epsilon = epsilon
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Like `x`, [num_tokens, size]."""
         return reference.rms_norm(x, self.weight, self.epsilon)
 

@@ -67,5 +67,5 @@ class RotaryTable:
         self._sin = angles.sin().to(dtype=dtype, device=device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of each token, [num_tokens, head_dim / 2]; looked up once a step for all layers."""
+        """Cosines and sines of each token, [num_tokens, head_dim / 2]; looked up once a step for all layers."""
         return self._cos[positions], self._sin[positions]

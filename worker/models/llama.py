@@ -1,7 +1,8 @@
-"""The Llama family: Llama 2 and 3, SmolLM (Touvron et al. 2023, arXiv:2307.09288; Grattafiori et al. 2024, arXiv:2407.21783).
+"""The Llama family, to be read beside its papers: Llama 2 (Touvron et al. 2023, arXiv:2307.09288), Llama 3 (Grattafiori
+et al. 2024, arXiv:2407.21783), SmolLM2 (Allal et al. 2025, arXiv:2502.02737).
 
-Explicit code on our layers; hidden states are [num_tokens, hidden_size], the tokens of all sequences in one row, and only
-attention knows where one sequence ends. What differs between members of the family stands in `LlamaConfig`.
+Hidden states are [num_tokens, hidden_size]: the tokens of all sequences stand in one row, and only attention knows
+where one sequence ends. What differs between members of the family stands in `LlamaConfig`.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels import reference
 from worker.checkpoint import UnsupportedModel
@@ -87,23 +88,18 @@ def _read_rope(config: dict[str, Any]) -> Rope:
     raise UnsupportedModel(f"rope type {kind!r} is not supported, only default, linear and llama3")
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM:
     """The whole model; parameters are uninitialised until the checkpoint's tensors have been copied into them."""
 
     def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
         self.config = config
         self.embedding = Embedding(config.vocabulary_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)
-        )
+        self.layers = [DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.norm_epsilon, dtype=dtype, device=device)
         self.head = Head(config.hidden_size, config.vocabulary_size, dtype=dtype, device=device)
         if config.tied_embeddings:
             self.head.tie(self.embedding)
-        self.rotary = RotaryTable(
-            config.rope, config.head_dim, config.context_length, dtype=dtype, device=device
-        )
+        self.rotary = RotaryTable(config.rope, config.head_dim, config.context_length, dtype=dtype, device=device)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
@@ -120,11 +116,12 @@ class LlamaForCausalLM(nn.Module):
 
     def pack(self) -> None:
         """Puts the loaded weights into the layout that the device multiplies fastest."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+        for layer in self.layers:
+            for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
+                linear.pack()
+        self.head.pack()
 
-    def forward(
+    def __call__(
         self,
         token_ids: Tensor,
         positions: Tensor,
@@ -144,17 +141,16 @@ class LlamaForCausalLM(nn.Module):
         """
         rotation = self.rotary.at(positions)
         residual = self.embedding(token_ids)
-        x = torch.zeros_like(residual)
+        x = torch.zeros_like(residual)  # what the layer before the first one adds
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
             x = layer(x, residual, rotation, layer_cache, metadata)
         return self.norm.add(x, residual)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer:
     """x += attention(norm(x)); x += mlp(norm(x)), each sum fused with the norm that follows it."""
 
     def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon, dtype=dtype, device=device)
         self.attention = Attention(config, dtype=dtype, device=device)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon, dtype=dtype, device=device)
@@ -171,7 +167,7 @@ class DecoderLayer(nn.Module):
             **self.mlp.down.checkpoint_tensors(f"{prefix}mlp."),
         }
 
-    def forward(
+    def __call__(
         self,
         x: Tensor,
         residual: Tensor,
@@ -179,16 +175,15 @@ class DecoderLayer(nn.Module):
         layer_cache: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """What the MLP adds; the sum of all before it is kept in `residual`, in place. All [num_tokens, hidden_size]."""
+        """What the MLP adds, [num_tokens, hidden_size]; the sum of all before it stands in `residual`, in place."""
         x = self.attention(self.attention_norm.add(x, residual), rotation, layer_cache, metadata)
         return self.mlp(self.mlp_norm.add(x, residual))
 
 
-class Attention(nn.Module):
+class Attention:
     """Grouped-query attention over the paged cache, with rotary positions."""
 
     def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -196,7 +191,7 @@ class Attention(nn.Module):
         self.qkv = Linear(config.hidden_size, parts, bias=bias, dtype=dtype, device=device)
         self.output = Linear(q_size, {"o_proj": config.hidden_size}, bias=bias, dtype=dtype, device=device)
 
-    def forward(
+    def __call__(
         self,
         x: Tensor,
         rotation: tuple[Tensor, Tensor],
@@ -211,18 +206,15 @@ class Attention(nn.Module):
         return self.output(attended.flatten(1))
 
 
-class MLP(nn.Module):
+class MLP:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
         parts = {"gate_proj": config.mlp_size, "up_proj": config.mlp_size}
         bias = config.mlp_bias
         self.gate_up = Linear(config.hidden_size, parts, bias=bias, dtype=dtype, device=device)
-        self.down = Linear(
-            config.mlp_size, {"down_proj": config.hidden_size}, bias=bias, dtype=dtype, device=device
-        )
+        self.down = Linear(config.mlp_size, {"down_proj": config.hidden_size}, bias=bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Like `x`, [num_tokens, hidden_size]."""
         return self.down(reference.silu_and_mul(self.gate_up(x)))

@@ -1,0 +1,280 @@
+"""A worker that answers at once with a scripted text, a tokenizer of bytes, and a control plane around them."""
+
+import asyncio
+import contextlib
+import json
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+import router.__main__ as router_main
+import scheduler.__main__ as scheduler_main
+from protos import session_pb2, worker_pb2
+from protos.columns import pack, pack_floats, unpack
+from protos.pagewire.v1 import generation_pb2 as pb
+from protos.pagewire.v1 import introspection_pb2
+from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
+from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
+from protos.rpc import Server, Service, dial, wait_for_serving
+from protos.sampling_pb2 import Sampling
+from protos.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from router.config import RouterSettings
+from router.tokenizer import Tokenizer
+from scheduler.config import SchedulerSettings
+
+BOS, EOS = 256, 257
+VOCABULARY_SIZE = 260
+CONTEXT_LENGTH = 200
+TEXT = "The quick brown fox jumps over the lazy dog. "
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system'] %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """A checkpoint directory without weights whose token ids are bytes, so that a test can count them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # ByteLevel writes byte b as a printable character; give that character the id b.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    shifted = {byte: chr(256 + n) for n, byte in enumerate(b for b in range(256) if b not in printable)}
+    vocabulary = {shifted.get(byte, chr(byte)): byte for byte in range(256)}
+    assert sorted(vocabulary) == alphabet
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>", "<x>", "<y>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "chat_template": CHAT_TEMPLATE}))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    return directory
+
+
+def scripted(sequence_index: int, output_index: int) -> int:
+    """The fake model: every sequence says TEXT again and again, sequence i from its i-th byte on."""
+    return TEXT.encode()[(sequence_index + output_index) % len(TEXT)]
+
+
+@dataclass
+class FakeWorker:
+    """Answers steps by a script; holds them while `gate` is clear.
+
+    Attributes:
+        script: (sequence index, output index) -> token id.
+        requests: every step it was sent.
+        known: request ids whose sampling it holds.
+        explode: steps still to fail with an exception.
+    """
+
+    script: Callable[[int, int], int] = scripted
+    num_blocks: int = 64
+    block_size: int = 4
+    epoch: int = 1
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: list[worker_pb2.ExecuteModelRequest] = field(default_factory=list)
+    known: dict[int, Sampling] = field(default_factory=dict)
+    explode: int = 0
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def GetInfo(self, request, context):
+        return worker_pb2.GetInfoResponse(
+            epoch=self.epoch,
+            model="fake",
+            context_length=CONTEXT_LENGTH,
+            vocabulary_size=VOCABULARY_SIZE,
+            dtype="float32",
+            kv_dtype="float32",
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            kv_cache_note="as the test wants",
+            max_num_batched_tokens=4096,
+        )
+
+    async def Execute(self, requests, context):
+        async for request in requests:
+            self.requests.append(request)
+            await self.gate.wait()
+            if self.explode:
+                self.explode -= 1
+                raise RuntimeError("the step explodes, as the test wants")
+            await context.write(self._answer(request))
+
+    async def ExecuteModel(self, request, context):
+        return self._answer(request)
+
+    def _answer(self, request: worker_pb2.ExecuteModelRequest) -> worker_pb2.ExecuteModelResponse:
+        assert request.epoch == self.epoch
+        for number in unpack(request.finished_request_ids):
+            del self.known[number]
+        for new in request.new_requests:
+            self.known[new.request_id] = new.sampling
+        ids, starts, counts = map(unpack, (request.request_ids, request.num_computed_tokens, request.num_new_tokens))
+        rows, indexes = map(unpack, (request.sample_rows, request.sample_sequence_indexes))
+        tokens = []
+        for row, index in zip(rows, indexes, strict=True):
+            sampling = self.known[ids[row]]
+            tokens.append(self.script(index, starts[row] + counts[row] - sampling.num_prompt_tokens))
+        return worker_pb2.ExecuteModelResponse(
+            step_id=request.step_id,
+            epoch=self.epoch,
+            token_ids=pack(tokens),
+            logprobs=pack_floats([-0.5] * len(tokens)),
+        )
+
+
+class Proxy:
+    """Passes bytes between two Unix sockets until it is cut."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def start(self, path: str) -> None:
+        await asyncio.start_unix_server(self._connect, path)
+
+    async def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            back, forth = await asyncio.open_unix_connection(self._target)
+        except OSError:
+            writer.close()
+            return
+        self._writers += [writer, forth]
+        await asyncio.gather(_pass_on(reader, forth), _pass_on(back, writer))
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@dataclass
+class ControlPlane:
+    """A router and a scheduler in process, with a fake worker behind them."""
+
+    worker: FakeWorker
+    worker_server: Server
+    proxy: "Proxy"
+    directory: str
+    generation: GenerationServiceStub
+    introspection: IntrospectionServiceStub
+    channel: grpc.aio.Channel
+
+    @property
+    def scheduler_address(self) -> str:
+        return f"unix:{self.directory}/s"
+
+    @property
+    def router_address(self) -> str:
+        return f"unix:{self.directory}/r"
+
+    async def state(self) -> introspection_pb2.SchedulerState:
+        return (await self.introspection.GetState(introspection_pb2.GetStateRequest())).state
+
+    async def until(
+        self, holds: Callable[[introspection_pb2.SchedulerState], bool]
+    ) -> introspection_pb2.SchedulerState:
+        """The first state in which `holds`; the test's own timeout bounds the wait."""
+        while not holds(state := await self.state()):
+            await asyncio.sleep(0.005)
+        return state
+
+    async def replace_worker(self, worker: FakeWorker) -> None:
+        """Kills the worker and starts another at its address."""
+        await self.worker_server.stop(0)
+        self.worker = worker
+        self.worker_server = await start_worker(worker, f"unix:{self.directory}/w")
+
+    async def cut_sessions(self) -> None:
+        """Breaks the connection between router and scheduler, which both live on."""
+        await self.proxy.cut()
+
+    async def text(self, prompt: str = "p", **stop: object) -> str:
+        response = await self.generation.Complete(request(prompt, **stop))
+        return response.outputs[0].text
+
+
+def request(prompt: str = "p", **stop: object) -> pb.GenerateRequest:
+    """A request for text with stop conditions by name."""
+    return pb.GenerateRequest(text=prompt, stop=pb.StopConditions(**stop))  # type: ignore[arg-type]
+
+
+async def start_worker(worker: FakeWorker, address: str) -> Server:
+    name = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+    server = Server([Service(name, add_WorkerServiceServicer_to_server, worker)])
+    await server.start(address)
+    await server.set_serving(True)
+    return server
+
+
+@contextlib.asynccontextmanager
+async def running(main: Callable[[asyncio.Event], object]) -> AsyncIterator[None]:
+    """A service's `serve` as a task, stopped as SIGTERM would."""
+    stop = asyncio.Event()
+    task = asyncio.create_task(main(stop))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        stop.set()
+        await task
+
+
+@contextlib.asynccontextmanager
+async def control_plane(worker: FakeWorker | None = None, **scheduler_options: object) -> AsyncIterator[ControlPlane]:
+    """Everything but a real worker, serving; at the end no request is live and no block is held."""
+    worker = worker or FakeWorker()
+    with tempfile.TemporaryDirectory(prefix="pw") as directory:
+        tokenizer = Tokenizer(write_tokenizer(Path(directory) / "model"))
+        options = {"listen": f"unix:{directory}/s", "worker": f"unix:{directory}/w", "drain_grace_s": 2.0}
+        scheduler_settings = SchedulerSettings(**(options | scheduler_options))
+        router_settings = RouterSettings(
+            listen=f"unix:{directory}/r", scheduler=f"unix:{directory}/p", model=directory, drain_grace_s=1.0
+        )
+        server = await start_worker(worker, f"unix:{directory}/w")
+        proxy = Proxy(f"{directory}/s")
+        await proxy.start(f"{directory}/p")
+        plane = None
+        try:
+            async with (
+                running(lambda stop: scheduler_main.serve(scheduler_settings, stop)),
+                running(lambda stop: router_main.serve(router_settings, tokenizer, stop)),
+                dial(f"unix:{directory}/r") as channel,
+            ):
+                await wait_for_serving(channel)
+                generation, introspection = GenerationServiceStub(channel), IntrospectionServiceStub(channel)
+                plane = ControlPlane(worker, server, proxy, directory, generation, introspection, channel)
+                yield plane
+                await plane.until(lambda state: state.num_running + state.num_waiting == 0)
+                assert (await plane.state()).block_pool.num_held == 0
+        finally:
+            await proxy.cut()
+            await (plane.worker_server if plane else server).stop(0)
+
+
+def outputs_of(message: session_pb2.SessionResponse) -> list[tuple[int, int, int, list[int]]]:
+    """(handle, sequence index, first index, tokens) of each row of a session's StepOutputs."""
+    outputs = message.step_outputs
+    tokens = unpack(outputs.token_ids).tolist()
+    rows = []
+    columns = (outputs.handles, outputs.sequence_indexes, outputs.first_indexes, outputs.counts)
+    for handle, index, first, count in zip(*map(unpack, columns), strict=True):
+        rows.append((handle, index, first, tokens[:count]))
+        tokens = tokens[count:]
+    return rows

@@ -1,0 +1,163 @@
+"""Stand-ins for the servers that the `pagewire` room talks to and starts.
+
+They are sync gRPC servers: the client under test may run on any event loop, and no second one runs beside it.
+
+Run as a program (`python pagewire_fakes.py NAME --listen ADDRESS ...`) this file is a service for the launcher's tests.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from protos.errors import Refusal, to_status
+from protos.pagewire.v1 import generation_pb2 as pb
+from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+
+USAGE = pb.Usage(prompt_tokens=5, cached_prompt_tokens=2, completion_tokens=3)
+TIMINGS = pb.Timings(queue_ms=1, ttft_ms=100, total_ms=300)
+
+
+def delta(text: str = "", index: int = 0, **fields) -> pb.GenerateResponse:
+    """One message with one output."""
+    return pb.GenerateResponse(request_id="r1", outputs=[pb.Output(index=index, text=text, **fields)])
+
+
+def last(message: pb.GenerateResponse) -> pb.GenerateResponse:
+    """The same as a stream's last message."""
+    message.usage.CopyFrom(USAGE)
+    message.timings.CopyFrom(TIMINGS)
+    return message
+
+
+def greeting(request: pb.GenerateRequest) -> Iterable[pb.GenerateResponse]:
+    """Says "Hello, world" in three tokens and stops."""
+    yield delta("Hel", token_ids=[1])
+    yield delta("lo,", token_ids=[2])
+    stop = {"finish_reason": pb.FINISH_REASON_STOP, "stop_match": pb.StopMatch(token_id=2), "cumulative_logprob": -1.5}
+    yield last(delta(" world", token_ids=[3], **stop))
+
+
+class FakeGeneration(GenerationServiceServicer):
+    """Answers with `script(request)`: an iterable of messages, or raises a Refusal.
+
+    Attributes:
+        requests: all that came.
+        ended: set when a Generate call ended before its script did.
+        timeouts_s: the deadlines that came with them.
+    """
+
+    def __init__(self) -> None:
+        self.script: Callable[[pb.GenerateRequest], Iterable[pb.GenerateResponse]] = greeting
+        self.requests: list = []
+        self.timeouts_s: list[float | None] = []
+        self.ended = threading.Event()
+
+    def Generate(self, request, context):
+        self.requests.append(request)
+        self.timeouts_s.append(context.time_remaining())
+        finished = threading.Event()
+        context.add_callback(lambda: finished.is_set() or self.ended.set())
+        with _refusals(context):
+            yield from self.script(request)
+        finished.set()
+
+    def Complete(self, request, context):
+        self.requests.append(request)
+        outputs: dict[int, pb.Output] = {}
+        with _refusals(context):
+            for message in self.script(request):
+                for output in message.outputs:
+                    whole = outputs.setdefault(output.index, pb.Output(index=output.index))
+                    text = whole.text + output.text
+                    whole.MergeFrom(output)
+                    whole.text = text
+        return pb.CompleteResponse(request_id="r1", outputs=outputs.values(), usage=USAGE, timings=TIMINGS)
+
+    def Tokenize(self, request, context):
+        self.requests.append(request)
+        return pb.TokenizeResponse(token_ids=[7, 8, 9])
+
+    def Detokenize(self, request, context):
+        self.requests.append(request)
+        return pb.DetokenizeResponse(text=" ".join(map(str, request.token_ids)))
+
+    def GetModel(self, request, context):
+        return pb.GetModelResponse(
+            model="fake", context_length=64, dtype="float32", block_size=4, num_blocks=16, eos_token_ids=[2]
+        )
+
+
+@contextmanager
+def _refusals(context: grpc.ServicerContext) -> Iterator[None]:
+    try:
+        yield
+    except Refusal as refusal:
+        context.abort_with_status(rpc_status.to_status(to_status(refusal)))
+
+
+@contextmanager
+def serving(fake: FakeGeneration, address: str = "127.0.0.1:0") -> Iterator[str]:
+    """Serves a fake with health; gives its address."""
+    server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
+    servicer = health.HealthServicer()
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    add_GenerationServiceServicer_to_server(fake, server)
+    port = server.add_insecure_port(address)
+    server.start()
+    try:
+        yield address if address.startswith("unix:") else f"127.0.0.1:{port}"
+    finally:
+        server.stop(grace=None).wait()
+
+
+def main(arguments: list[str]) -> None:
+    """A service NAME that answers health checks at --listen until SIGTERM and writes its start and stop into --journal.
+
+    --die: ends with status 3 at once. --bad-option: is refused with status 2. --stubborn: does not care for SIGTERM.
+    --mute: never answers.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("--listen")
+    parser.add_argument("--journal", type=Path)
+    for flag in ("--die", "--bad-option", "--stubborn", "--mute"):
+        parser.add_argument(flag, action="store_true")
+    given, _ = parser.parse_known_args(arguments)
+    name = given.name
+
+    def note(event: str) -> None:
+        if given.journal:
+            with given.journal.open("a") as journal:
+                journal.write(f"{name} {event}\n")
+
+    print(f"12:00:00.000 INFO  {name:<9} starting pid={os.getpid()}", file=sys.stderr, flush=True)
+    if given.bad_option:
+        print(f"python -m {name}: error: unrecognized arguments: --bad-option", file=sys.stderr)
+        sys.exit(2)
+    if given.die:
+        print(f"12:00:00.000 ERROR {name:<9} no weights", file=sys.stderr)
+        sys.exit(3)
+    # Before gRPC's threads exist, so that none of them takes the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    with nullcontext() if given.mute else serving(FakeGeneration(), given.listen):
+        note("start")
+        while True:
+            signal.sigwait({signal.SIGTERM})
+            note("stop")
+            if not given.stubborn:
+                break
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

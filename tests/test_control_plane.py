@@ -1,0 +1,450 @@
+"""Router and scheduler over real gRPC, with a worker that answers by a script: what a client sees, and what is left."""
+
+import asyncio
+
+import grpc
+import pytest
+from fakes import CONTEXT_LENGTH, EOS, TEXT, FakeWorker, control_plane, request
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from protos.errors import Refusal, from_status
+from protos.pagewire.v1 import generation_pb2 as pb
+from protos.rpc import wait_for_serving
+
+
+async def _read_all(call) -> None:
+    async for _ in call:
+        pass
+
+
+async def refusal_of(call) -> Refusal:
+    """The error that a unary call or a stream ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        await (_read_all(call) if hasattr(call, "__aiter__") else call)
+    error = info.value
+    details = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
+    return from_status(error.code(), error.details() or "", Status.FromString(details) if details else None)
+
+
+async def test_text_streams_token_by_token_and_the_last_message_tells_usage_and_timings():
+    async with control_plane() as plane:
+        messages = [message async for message in plane.generation.Generate(request("hello", max_tokens=9))]
+        assert "".join(message.outputs[0].text for message in messages) == TEXT[:9]
+        assert len(messages) > 1
+        last = messages[-1]
+        assert last.outputs[0].finish_reason == pb.FINISH_REASON_LENGTH
+        assert last.outputs[0].cumulative_logprob == pytest.approx(-4.5)
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (5, 9)
+        assert 0 < last.timings.ttft_ms <= last.timings.total_ms
+        assert not any(message.HasField("usage") for message in messages[:-1])
+
+
+async def test_the_first_text_arrives_before_the_last_token_is_computed():
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        call = plane.generation.Generate(request(max_tokens=100))
+        first = await call.read()
+        assert first.outputs[0].text
+        assert len(worker.requests) < 100
+        call.cancel()
+
+
+async def test_complete_answers_the_same_request_whole():
+    async with control_plane() as plane:
+        answer = await plane.generation.Complete(request("hello", max_tokens=9))
+        assert answer.outputs[0].text == TEXT[:9]
+        assert answer.usage.completion_tokens == 9
+
+
+async def test_n_sequences_come_by_index():
+    async with control_plane() as plane:
+        wanted = request(max_tokens=6)
+        wanted.sampling.n = 3
+        answer = await plane.generation.Complete(wanted)
+        assert [output.text for output in answer.outputs] == [TEXT[i : i + 6] for i in range(3)]
+        assert answer.usage.completion_tokens == 18
+
+
+async def test_a_stop_string_across_token_borders_ends_the_text_before_it():
+    async with control_plane() as plane:
+        answer = await plane.generation.Complete(request(max_tokens=50, strings=["zebra", "brown"]))
+        assert answer.outputs[0].text == "The quick "
+        assert answer.outputs[0].finish_reason == pb.FINISH_REASON_STOP
+        assert answer.outputs[0].stop_match.string == "brown"
+        assert answer.usage.completion_tokens == len("The quick brown")
+
+
+async def test_include_stop_string_keeps_it():
+    async with control_plane() as plane:
+        assert await plane.text(max_tokens=50, strings=["brown"], include_stop_string=True) == "The quick brown"
+
+
+async def test_a_stop_string_in_one_sequence_leaves_the_others_running():
+    async with control_plane() as plane:
+        wanted = request(max_tokens=30, strings=["The quick"])
+        wanted.sampling.n = 2
+        answer = await plane.generation.Complete(wanted)
+        assert answer.outputs[0].text == ""
+        assert answer.outputs[0].finish_reason == pb.FINISH_REASON_STOP
+        assert len(answer.outputs[1].text) == 30
+        assert answer.outputs[1].finish_reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_min_tokens_holds_stop_strings_off():
+    async with control_plane() as plane:
+        text = await plane.text(max_tokens=100, min_tokens=20, strings=["The"])
+        assert text == TEXT  # the second "The" ends it
+
+
+async def test_a_stop_id_ends_the_text_before_it_and_is_reported():
+    async with control_plane() as plane:
+        answer = await plane.generation.Complete(request(max_tokens=50, token_ids=[ord("k")]))
+        assert answer.outputs[0].text == "The quic"
+        assert answer.outputs[0].stop_match.token_id == ord("k")
+
+
+async def test_end_of_sequence_ends_the_text_unless_ignored():
+    def script(sequence_index: int, output_index: int) -> int:
+        return EOS if output_index == 3 else ord("a")
+
+    async with control_plane(FakeWorker(script)) as plane:
+        answer = await plane.generation.Complete(request(max_tokens=6))
+        assert answer.outputs[0].text == "aaa"
+        assert answer.outputs[0].finish_reason == pb.FINISH_REASON_STOP
+        assert await plane.text(max_tokens=6, ignore_eos=True) == "aaaaa"
+
+
+async def test_no_delta_holds_half_a_character():
+    text = "né漢🙂".encode()
+
+    async with control_plane(FakeWorker(lambda _, index: text[index % len(text)])) as plane:
+        deltas = [m.outputs[0].text async for m in plane.generation.Generate(request(max_tokens=len(text) + 3))]
+        assert "".join(deltas) == "né漢🙂né", "the three bytes after n and é are the start of nothing"
+        assert not any("�" in delta for delta in deltas)
+        assert await plane.text(max_tokens=len(text) - 1) == "né漢", "an incomplete character at the end is left out"
+
+
+async def test_a_prompt_that_ends_in_the_middle_of_a_character_is_continued():
+    async with control_plane(FakeWorker(lambda _, index: "é!".encode()[1 + index % 2])) as plane:
+        wanted = pb.GenerateRequest(token_ids=pb.TokenIds(ids="é".encode()[:1]), stop=pb.StopConditions(max_tokens=2))
+        answer = await plane.generation.Complete(wanted)
+        assert answer.outputs[0].text == "é!"
+
+
+async def test_echo_and_token_ids_come_when_asked_for():
+    async with control_plane() as plane:
+        wanted = request("say: ", max_tokens=3)
+        wanted.output.echo = wanted.output.token_ids = True
+        answer = await plane.generation.Complete(wanted)
+        assert answer.outputs[0].text == "say: The"
+        assert list(answer.outputs[0].token_ids) == list(b"The")
+
+
+async def test_chat_goes_through_the_template():
+    async with control_plane() as plane:
+        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+        tokens = await plane.generation.Tokenize(pb.TokenizeRequest(chat=chat))
+        assert bytes(tokens.token_ids) == b"<user>hi<assistant>"
+        answer = await plane.generation.Complete(pb.GenerateRequest(chat=chat, stop=pb.StopConditions(max_tokens=3)))
+        assert answer.usage.prompt_tokens == len("<user>hi<assistant>")
+
+
+async def test_tokenize_and_detokenize_are_each_others_inverse():
+    async with control_plane() as plane:
+        tokens = await plane.generation.Tokenize(pb.TokenizeRequest(text="héllo"))
+        text = await plane.generation.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids))
+        assert text.text == "héllo"
+
+
+async def test_get_model_names_the_limits():
+    async with control_plane() as plane:
+        model = await plane.generation.GetModel(pb.GetModelRequest())
+        assert (model.model, model.context_length, model.vocabulary_size) == ("fake", CONTEXT_LENGTH, 260)
+        assert (model.block_size, model.num_blocks, model.max_prompt_tokens) == (4, 64, CONTEXT_LENGTH - 1)
+        assert list(model.eos_token_ids) == [EOS]
+
+
+async def test_sixty_four_streams_at_once_all_finish_whole():
+    async with control_plane() as plane:
+
+        async def stream(i: int) -> str:
+            deltas = [m.outputs[0].text async for m in plane.generation.Generate(request("x" * i, max_tokens=40))]
+            return "".join(deltas)
+
+        texts = await asyncio.gather(*(stream(1 + i % 30) for i in range(64)))
+        assert texts == [TEXT[:40]] * 64
+
+
+async def test_a_cancelled_stream_frees_its_blocks():
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        call = plane.generation.Generate(request(max_tokens=150))
+        await call.read()
+        assert (await plane.state()).block_pool.num_held > 0
+        call.cancel()
+        await plane.until(lambda state: state.block_pool.num_held == 0)
+        await plane.text(max_tokens=2)
+        assert len(worker.known) == 1, "the worker has forgotten the cancelled one"
+
+
+async def test_a_request_cancelled_while_it_waits_is_gone():
+    worker = FakeWorker()
+    async with control_plane(worker, max_num_seqs=1) as plane:
+        worker.gate.clear()
+        running = plane.generation.Generate(request(max_tokens=3))
+        await plane.until(lambda state: state.num_running == 1)
+        waiting = plane.generation.Generate(request(max_tokens=3))
+        await plane.until(lambda state: state.num_waiting == 1)
+        waiting.cancel()
+        await plane.until(lambda state: state.num_waiting == 0)
+        worker.gate.set()
+        assert "".join([m.outputs[0].text async for m in running]) == "The"
+
+
+async def test_a_deadline_reaches_the_scheduler():
+    worker = FakeWorker()
+    async with control_plane(worker, max_num_seqs=1) as plane:
+        worker.gate.clear()
+        first = plane.generation.Generate(request(max_tokens=3))
+        await plane.until(lambda state: state.num_running == 1)
+        error = await refusal_of(plane.generation.Complete(request(max_tokens=3), timeout=0.2))
+        assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        worker.gate.set()
+        async for _ in first:
+            pass
+
+
+async def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        worker.gate.clear()
+        wanted = request(max_tokens=3)
+        wanted.request_id = "mine"
+        first = plane.generation.Generate(wanted)
+        await plane.until(lambda state: state.num_running == 1)
+        error = await refusal_of(plane.generation.Generate(wanted))
+        assert error.code is grpc.StatusCode.ALREADY_EXISTS
+        assert "mine" in error.message
+        worker.gate.set()
+        assert {message.request_id async for message in first} == {"mine"}
+        assert (await plane.generation.Complete(wanted)).request_id == "mine"
+
+
+async def test_a_full_waiting_queue_is_refused_with_a_delay():
+    worker = FakeWorker()
+    async with control_plane(worker, max_num_seqs=1, max_waiting_requests=1) as plane:
+        worker.gate.clear()
+        calls = [plane.generation.Generate(request(max_tokens=2))]
+        await plane.until(lambda state: state.num_running == 1)
+        calls.append(plane.generation.Generate(request(max_tokens=2)))
+        await plane.until(lambda state: state.num_waiting == 1)
+        error = await refusal_of(plane.generation.Generate(request(max_tokens=2)))
+        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.retry_delay_ms is not None
+        worker.gate.set()
+        for call in calls:
+            assert "".join([m.outputs[0].text async for m in call]) == "Th"
+
+
+async def test_a_prompt_that_can_never_fit_is_ignored_with_the_reason():
+    async with control_plane(FakeWorker(num_blocks=4)) as plane:
+        answer = await plane.generation.Complete(request("x" * 20, max_tokens=2))
+        assert answer.outputs[0].finish_reason == pb.FINISH_REASON_IGNORED
+        assert "4 KV blocks" in answer.outputs[0].finish_message
+
+
+async def test_preemption_changes_no_text():
+    async with control_plane(FakeWorker(num_blocks=12)) as plane:
+        texts = await asyncio.gather(*(plane.text("prompt", max_tokens=30) for _ in range(6)))
+        assert texts == [TEXT[:30]] * 6
+        assert (await plane.state()).num_preemptions > 0
+
+
+async def test_a_slow_reader_gets_fewer_and_larger_deltas():
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        worker.gate.clear()
+        slow = plane.generation.Generate(request("a" * 6, max_tokens=100))
+        await plane.until(lambda state: state.num_running == 1)
+        worker.gate.set()
+        await plane.until(lambda state: state.num_running == 0)
+        deltas = [message.outputs[0].text async for message in slow]
+        assert "".join(deltas) == (TEXT * 3)[:100]
+
+
+async def test_a_step_that_explodes_is_computed_again_and_no_token_is_lost_or_repeated():
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        call = plane.generation.Generate(request(max_tokens=60))
+        messages = aiter(call)
+        text = (await anext(messages)).outputs[0].text
+        worker.explode = 1
+        text += "".join([m.outputs[0].text async for m in messages])
+        assert text == (TEXT * 2)[:60]
+
+
+async def test_a_worker_that_is_replaced_goes_on_where_the_old_one_died():
+    async with control_plane() as plane:
+        messages = aiter(plane.generation.Generate(request("hello", max_tokens=60)))
+        text = (await anext(messages)).outputs[0].text
+        await plane.replace_worker(FakeWorker(epoch=2, num_blocks=32))
+        text += "".join([m.outputs[0].text async for m in messages])
+        assert text == (TEXT * 2)[:60]
+        assert (await plane.state()).block_pool.num_total == 32
+
+
+async def test_a_worker_of_another_block_size_is_refused_until_the_right_one_comes():
+    async with control_plane() as plane:
+        await plane.replace_worker(FakeWorker(epoch=2, block_size=8))
+        await plane.until(lambda state: not state.serving)
+        await plane.replace_worker(FakeWorker(epoch=3))
+        await wait_for_serving(plane.channel)
+        assert await plane.text(max_tokens=3) == "The"
+
+
+async def test_a_request_that_loses_three_workers_fails_alone():
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        worker.explode = 3
+        error = await refusal_of(plane.generation.Generate(request(max_tokens=5)))
+        assert error.code is grpc.StatusCode.INTERNAL
+        assert await plane.text(max_tokens=3) == "The"
+
+
+BAD = [
+    (pb.GenerateRequest(), "prompt", "is required"),
+    (pb.GenerateRequest(text=""), "text", "must not be empty"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds()), "token_ids.ids", "must not be empty"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 260])), "token_ids.ids[1]", "260 is outside the vocabulary"),
+    (pb.GenerateRequest(chat=pb.Chat()), "chat.messages", "must not be empty"),
+    (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(content="x")])), "chat.messages[0].role", "empty"),
+    (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="elf")])), "chat", "no role elf"),
+    (pb.GenerateRequest(text="x" * 200), "text", "at most 199"),
+    (pb.GenerateRequest(text="x" * 5_000_000), "text", "at most 199"),
+    (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(temperature=float("nan"))), "sampling.temperature", "nan"),
+    (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(temperature=-1)), "sampling.temperature", "is -1"),
+    (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(top_p=-33)), "sampling.top_p", "is -33"),
+    (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(top_p=0)), "sampling.top_p", "(0, 1]"),
+    (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(top_k=-1)), "sampling.top_k", "is -1"),
+    (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(min_p=2)), "sampling.min_p", "[0, 1]"),
+    (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(n=0)), "sampling.n", "is 0; must be in 1 .."),
+    (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(n=1000)), "sampling.n", "must be in 1 .."),
+    (pb.GenerateRequest(text="x", stop=pb.StopConditions(max_tokens=0)), "stop.max_tokens", "at least 1"),
+    (pb.GenerateRequest(text="x", stop=pb.StopConditions(max_tokens=200)), "stop.max_tokens", "at most 199"),
+    (pb.GenerateRequest(text="x", stop=pb.StopConditions(max_tokens=2, min_tokens=3)), "stop.min_tokens", "at most"),
+    (pb.GenerateRequest(text="x", stop=pb.StopConditions(min_tokens=-1)), "stop.min_tokens", "0 or more"),
+    (pb.GenerateRequest(text="x", stop=pb.StopConditions(strings=["a", ""])), "stop.strings[1]", "1 .. 1024"),
+    (pb.GenerateRequest(text="x", stop=pb.StopConditions(strings=["a"] * 17)), "stop.strings", "at most 16"),
+    (pb.GenerateRequest(text="x", stop=pb.StopConditions(token_ids=[999])), "stop.token_ids[0]", "outside"),
+    (pb.GenerateRequest(text="x", request_id="é"), "request_id", "printable ASCII"),
+    (pb.GenerateRequest(text="x", request_id="i" * 129), "request_id", "128 bytes"),
+]
+
+
+async def test_each_bad_field_is_named_with_what_would_be_right_and_the_service_goes_on():
+    async with control_plane() as plane:
+        for wanted, field, words in BAD:
+            for call in (plane.generation.Generate(wanted), plane.generation.Complete(wanted)):
+                error = await refusal_of(call)
+                assert error.code is grpc.StatusCode.INVALID_ARGUMENT, (field, error.message)
+                assert error.reason == "INVALID_REQUEST"
+                assert [v for v in error.violations if v.field == field and words in v.description], error.violations
+        assert await plane.text(max_tokens=3) == "The"
+
+
+async def test_all_violations_are_reported_at_once():
+    async with control_plane() as plane:
+        wanted = pb.GenerateRequest(
+            sampling=pb.SamplingParams(temperature=-1, top_p=2), stop=pb.StopConditions(max_tokens=0)
+        )
+        error = await refusal_of(plane.generation.Generate(wanted))
+        fields = [violation.field for violation in error.violations]
+        assert fields == ["prompt", "sampling.temperature", "sampling.top_p", "stop.max_tokens"]
+
+
+LATER = [
+    ({"sampling": {"repetition_penalty": 1.2}}, "sampling.repetition_penalty"),
+    ({"sampling": {"presence_penalty": 1}}, "sampling.presence_penalty"),
+    ({"sampling": {"frequency_penalty": 1}}, "sampling.frequency_penalty"),
+    ({"sampling": {"typical_p": 0.5}}, "sampling.typical_p"),
+    ({"sampling": {"logit_bias": {1: 1.0}}}, "sampling.logit_bias"),
+    ({"sampling": {"best_of": 2}}, "sampling.best_of"),
+    ({"sampling": {"beam_width": 4}}, "sampling.beam_width"),
+    ({"sampling": {"length_penalty": 2}}, "sampling.length_penalty"),
+    ({"sampling": {"early_stopping": "EARLY_STOPPING_TRUE"}}, "sampling.early_stopping"),
+    ({"output": {"logprobs": 0}}, "output.logprobs"),
+    ({"output": {"prompt_logprobs": 1}}, "output.prompt_logprobs"),
+    ({"priority": 1}, "priority"),
+    ({"structure": {"regex": "a+"}}, "structure"),
+    ({"adapter": "mine"}, "adapter"),
+]
+
+
+async def test_a_field_of_a_later_version_is_answered_with_its_name_never_ignored():
+    async with control_plane() as plane:
+        for fields, name in LATER:
+            error = await refusal_of(plane.generation.Generate(pb.GenerateRequest(text="x", **fields)))
+            assert error.code is grpc.StatusCode.UNIMPLEMENTED, name
+            assert [violation.field for violation in error.violations] == [name]
+
+
+async def test_such_a_field_may_be_set_to_what_has_no_effect():
+    async with control_plane() as plane:
+        neutral = pb.SamplingParams(repetition_penalty=1, presence_penalty=0, best_of=1, beam_width=0, length_penalty=1)
+        wanted = pb.GenerateRequest(text="x", sampling=neutral, stop=pb.StopConditions(max_tokens=3))
+        assert (await plane.generation.Complete(wanted)).outputs[0].text == "The"
+
+
+async def test_another_model_is_not_found():
+    async with control_plane() as plane:
+        for call in (
+            plane.generation.Generate(pb.GenerateRequest(text="x", model="gpt")),
+            plane.generation.GetModel(pb.GetModelRequest(model="gpt")),
+            plane.generation.Tokenize(pb.TokenizeRequest(text="x", model="gpt")),
+        ):
+            error = await refusal_of(call)
+            assert error.code is grpc.StatusCode.NOT_FOUND
+            assert "'fake'" in error.message
+
+
+async def test_bytes_that_are_no_utf8_or_no_message_are_the_clients_mistake():
+    async with control_plane() as plane:
+        generate = plane.channel.unary_stream("/pagewire.v1.GenerationService/Generate")
+        for body in (b"\x1a\x02\xc3\x28", b"\xff\xff\xff"):  # field 3 (text) with broken UTF-8; no message at all
+            error = await refusal_of(generate(body))
+            assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert error.violations[0].field == "request"
+        assert await plane.text(max_tokens=3) == "The"
+
+
+async def test_details_travel_as_google_rpc_messages():
+    async with control_plane() as plane:
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await plane.generation.Complete(pb.GenerateRequest())
+        details = dict(info.value.trailing_metadata())["grpc-status-details-bin"]
+        kinds = {detail.TypeName() for detail in Status.FromString(details).details}
+        assert kinds == {"google.rpc.ErrorInfo", BadRequest.DESCRIPTOR.full_name}
+        assert RetryInfo.DESCRIPTOR.full_name not in kinds
+
+
+async def health_of(plane, service: str) -> int:
+    answer = await HealthStub(plane.channel).Check(HealthCheckRequest(service=service))
+    return answer.status
+
+
+async def test_health_follows_the_chain_down_and_up_again():
+    async with control_plane() as plane:
+        await plane.worker_server.stop(0)
+        while await health_of(plane, "") == HealthCheckResponse.SERVING:
+            await asyncio.sleep(0.005)
+        for service in ("", "pagewire.v1.GenerationService", "pagewire.v1.IntrospectionService"):
+            assert await health_of(plane, service) == HealthCheckResponse.NOT_SERVING
+        assert await health_of(plane, "liveness") == HealthCheckResponse.SERVING
+        waiting = asyncio.create_task(plane.text(max_tokens=3))
+        await plane.until(lambda state: state.num_waiting == 1)
+        await plane.replace_worker(FakeWorker(epoch=2))
+        await wait_for_serving(plane.channel, "pagewire.v1.GenerationService")
+        assert await waiting == "The", "what came meanwhile has waited"

@@ -1,0 +1,93 @@
+"""Streamed text: whole characters, stop strings wherever the borders fall, nothing lost."""
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+from fakes import write_tokenizer
+from hypothesis import given, settings
+
+from router.detokenizer import Detokenizer, Match, StopStrings
+from router.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    return Tokenizer(write_tokenizer(tmp_path_factory.mktemp("model")))
+
+
+def stream(tokenizer: Tokenizer, token_ids, prompt=()) -> list[str]:
+    detokenizer = Detokenizer(tokenizer.backend, list(prompt))
+    return [detokenizer.push(token_id) for token_id in token_ids]
+
+
+@given(text=st.text(max_size=40))
+@settings(deadline=None)
+def test_the_pieces_make_the_text_and_none_holds_half_a_character(tokenizer, text):
+    pieces = stream(tokenizer, text.encode())
+    assert "".join(pieces) == text
+    if "�" not in text:
+        assert not any("�" in piece for piece in pieces)
+
+
+@given(prompt=st.text(max_size=20), text=st.text(max_size=20), cut=st.integers(0, 3))
+@settings(deadline=None)
+def test_a_prompt_cut_anywhere_never_leaks_into_the_text(tokenizer, prompt, text, cut):
+    data = (prompt + text).encode()
+    border = max(0, len(prompt.encode()) - cut)
+    whole = "".join(stream(tokenizer, data[border:], prompt=data[:border]))
+    assert whole.endswith(text)
+    assert (prompt + text).endswith(whole)
+
+
+def test_bytes_that_are_no_character_are_not_held_for_ever(tokenizer):
+    pieces = stream(tokenizer, b"\x80" * 40 + b"ok")
+    assert "".join(pieces).endswith("ok")
+    assert any(pieces[:20])
+
+
+def test_special_tokens_have_no_text(tokenizer):
+    assert "".join(stream(tokenizer, [ord("a"), 257, ord("b")])) == "ab"
+
+
+def show(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str | None]:
+    matcher = StopStrings(stops, include=include)
+    shown = ""
+    for piece in pieces:
+        found = matcher.push(piece)
+        if isinstance(found, Match):
+            return shown + found.text, found.stop
+        shown += found
+    return shown + matcher.flush(), None
+
+
+def test_what_may_begin_a_stop_string_is_held_back_until_it_does_not():
+    matcher = StopStrings(["</s>"], include=False)
+    assert matcher.push("a<") == "a"
+    assert matcher.push("/") == ""
+    assert matcher.push("b") == "</b"
+    assert matcher.push("</") == ""
+    assert matcher.flush() == "</"
+
+
+def test_the_match_that_ends_first_wins_and_of_two_that_end_together_the_longer():
+    assert show(["abcd", "bc"], ["abcd"]) == ("a", "bc")
+    assert show(["bc", "abc"], ["abcd"]) == ("", "abc")
+
+
+def test_cjk_and_emoji_stop_strings_match():
+    assert show(["漢字"], ["あ漢", "字い"]) == ("あ", "漢字")
+    assert show(["🙂"], ["a🙂b"], include=True) == ("a🙂", "🙂")
+
+
+@given(
+    text=st.text(alphabet="ab.", max_size=30),
+    stops=st.lists(st.text(alphabet="ab.", min_size=1, max_size=4), max_size=3),
+    borders=st.lists(st.integers(0, 30), max_size=6),
+    include=st.booleans(),
+)
+@settings(deadline=None)
+def test_the_result_does_not_depend_on_where_the_pieces_end(text, stops, borders, include):
+    cuts = sorted({min(border, len(text)) for border in borders} | {0, len(text)})
+    pieces = [text[a:b] for a, b in itertools.pairwise(cuts)]
+    assert show(stops, pieces, include) == show(stops, list(text), include)

@@ -1,0 +1,290 @@
+"""The command line against a scripted server: what each command writes, on which stream, and with which status."""
+
+import json
+import os
+from datetime import datetime
+
+import pytest
+from pagewire_fakes import FakeGeneration, delta, last, serving
+from typer.testing import CliRunner
+
+from pagewire import bench, bench_report, terminal
+from pagewire.bench import BenchError, Record, Row
+from pagewire.cli import app
+from pagewire.results import Completion, Output, Timings, Usage
+from protos.errors import Refusal, Violation, invalid_argument, unavailable
+from protos.pagewire.v1 import generation_pb2 as pb
+
+STOP = {"finish_reason": pb.FINISH_REASON_STOP}
+
+
+@pytest.fixture
+def fake():
+    return FakeGeneration()
+
+
+@pytest.fixture
+def target(fake):
+    with serving(fake) as address:
+        yield address
+
+
+@pytest.fixture
+def run(target, tmp_path, monkeypatch):
+    """Runs a command with its --target, in a user's folders of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def run(command: str, *arguments: str, stdin: str | None = None):
+        return CliRunner().invoke(app, [command, *arguments, "--target", target], input=stdin)
+
+    return run
+
+
+def refuse(refusal: Refusal):
+    def script(request):
+        raise refusal
+        yield
+
+    return script
+
+
+# generate
+
+
+def test_generate_writes_the_text_and_beside_it_how_fast_it_came(run, fake):
+    shown = run("generate", "Hi", "--max-tokens", "3", "--temperature", "0", "--stop", "a", "--stop", "b")
+    assert (shown.exit_code, shown.stdout) == (0, "Hello, world\n")
+    assert shown.stderr == "TTFT 100 ms, 10.0 tokens/s, 3 tokens in 0.30 s (prompt of 5, 2 cached)\n"
+    (request,) = fake.requests
+    assert (request.text, request.stop.max_tokens, list(request.stop.strings)) == ("Hi", 3, ["a", "b"])
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("top_p")
+
+
+def test_generate_writes_several_answers_one_after_the_other(run, fake):
+    fake.script = lambda request: [
+        delta("x", index=0),
+        delta("y\n", index=1, finish_reason=pb.FINISH_REASON_LENGTH),
+        last(delta("z", index=0, **STOP)),
+    ]
+    shown = run("generate", "Hi", "-n", "2", "--seed", "7")
+    assert shown.stdout == "--- 1: length ---\ny\n\n--- 0: stop ---\nxz\n"
+    assert (fake.requests[0].sampling.n, fake.requests[0].sampling.seed) == (2, 7)
+
+
+def test_generate_prints_everything_as_one_json_object(run):
+    shown = run("generate", "Hi", "--json")
+    assert json.loads(shown.stdout) == {
+        "request_id": "r1",
+        "outputs": [
+            {
+                "index": 0,
+                "text": "Hello, world",
+                "token_ids": [1, 2, 3],
+                "finish_reason": "stop",
+                "stop_match": 2,
+                "cumulative_logprob": -1.5,
+            }
+        ],
+        "usage": {"prompt_tokens": 5, "cached_prompt_tokens": 2, "completion_tokens": 3},
+        "timings": {"queue_ms": 1.0, "ttft_ms": 100.0, "total_ms": 300.0, "preemptions": 0},
+    }
+    assert shown.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("refusal", "line"),
+    [
+        (
+            invalid_argument([Violation("sampling.n", "must be 1 or more"), Violation("text", "must not be empty")]),
+            "error: sampling.n: must be 1 or more; text: must not be empty\n",
+        ),
+        (unavailable("DRAINING", "the server drains"), "error: the server drains; try again in 1 s\n"),
+    ],
+)
+def test_a_refusal_is_one_line_and_status_1(run, fake, refusal, line):
+    fake.script = refuse(refusal)
+    shown = run("generate", "Hi")
+    assert (shown.exit_code, shown.stderr) == (1, line)
+
+
+def test_no_server_is_one_line_that_says_how_to_start_one():
+    shown = CliRunner().invoke(app, ["generate", "Hi", "--target", "127.0.0.1:1"])
+    assert shown.exit_code == 1
+    assert shown.stderr.startswith("error: no server answers; `pagewire up` starts one")
+    assert shown.stderr.count("\n") == 1
+
+
+def test_the_rate_counts_tokens_after_each_sequences_first():
+    outputs = (Output(0, "a"), Output(1, "b"))
+    completion = Completion("r", outputs, Usage(5, 0, 12), Timings(0, 500, 1500, 0))
+    assert terminal.tokens_per_second(completion) == 10.0
+    one = Completion("r", outputs[:1], Usage(5, 0, 1), Timings(0, 500, 500, 0))
+    assert terminal.tokens_per_second(one) is None
+    assert terminal.summary(one) == "TTFT 500 ms, 1 tokens in 0.50 s (prompt of 5)"
+
+
+# chat and the small ones
+
+
+def test_chat_answers_each_line_and_remembers(run, fake):
+    shown = run("chat", "--system", "Be brief.", stdin="one\n\ntwo\n")
+    assert (shown.exit_code, shown.stdout) == (0, "Hello, world\nHello, world\n")
+    said = [[(message.role, message.content) for message in request.chat.messages] for request in fake.requests]
+    first = [("system", "Be brief."), ("user", "one")]
+    assert said == [first, [*first, ("assistant", "Hello, world"), ("user", "two")]]
+
+
+def test_chat_from_a_pipe_ends_with_an_error(run, fake):
+    fake.script = refuse(unavailable("DRAINING", "the server drains"))
+    shown = run("chat", stdin="one\ntwo\n")
+    assert (shown.exit_code, len(fake.requests)) == (1, 1)
+
+
+def test_tokenize_prints_ids(run):
+    assert run("tokenize", "Hi").stdout == "[7, 8, 9]\n"
+
+
+def test_health_is_an_exit_status(target):
+    serves = CliRunner().invoke(app, ["health", target])
+    assert (serves.exit_code, serves.stdout) == (0, "SERVING\n")
+    unknown = CliRunner().invoke(app, ["health", target, "--service", "x.Y"])
+    assert (unknown.exit_code, unknown.stdout) == (1, "no service 'x.Y'\n")
+    nobody = CliRunner().invoke(app, ["health", "unix:/no/such/socket"])
+    assert (nobody.exit_code, nobody.stdout) == (1, "no answer (UNAVAILABLE)\n")
+
+
+def test_model_prints_a_folder(tmp_path):
+    assert CliRunner().invoke(app, ["model", str(tmp_path)]).stdout == f"{tmp_path}\n"
+
+
+def test_every_command_has_help():
+    for name in ("up", "down", "status", "health", "model", "generate", "chat", "tokenize", "bench", "demo"):
+        shown = CliRunner().invoke(app, [name, "--help"])
+        assert shown.exit_code == 0, name
+
+
+# bench
+
+
+def record(at: float, times: list[float]) -> Record:
+    return Record([1], 3, at, times)
+
+
+def test_metrics_are_those_worked_out_by_hand():
+    figures = bench.metrics([record(0.0, [0.1, 0.2, 0.3]), record(0.1, [0.3, 0.5])])
+    assert figures == {
+        "total_s": 0.5,
+        "out_tok": 5,
+        "want_tok": 6,
+        "out_tok_s": 10.0,
+        "decode_tok_s": 6.7,
+        "ttft_mean_ms": 150.0,
+        "ttft_p50_ms": 100.0,
+        "ttft_p99_ms": 200.0,
+        "tpot_mean_ms": 150.0,
+        "tpot_p50_ms": 100.0,
+        "tpot_p99_ms": 200.0,
+        "itl_mean_ms": 133.33,
+        "itl_p50_ms": 100.0,
+        "itl_p99_ms": 200.0,
+    }
+
+
+def test_a_run_of_single_tokens_has_no_gaps_between_tokens():
+    figures = bench.metrics([record(0.0, [0.5])])
+    assert (figures["out_tok_s"], figures["decode_tok_s"], figures["tpot_mean_ms"], figures["itl_p99_ms"]) == (
+        2,
+        None,
+        None,
+        None,
+    )
+
+
+def test_a_request_without_tokens_is_an_error():
+    with pytest.raises(BenchError, match="1 of 2 requests got no token"):
+        bench.metrics([record(0.0, [0.5]), record(0.0, [])])
+
+
+def test_a_percentile_is_the_value_at_the_nearest_rank():
+    values = [float(value) for value in range(101)]
+    assert [bench.percentile(values, p) for p in (0, 50, 99, 100)] == [0, 50, 99, 100]
+    assert bench.percentile([3.0, 1.0, 2.0], 50) == 2.0
+
+
+def workload() -> dict:
+    def request(token: int, gap: float = 0.0) -> dict:
+        return {"ids": [token], "text": "", "max_tokens": 3, "gap": gap}
+
+    return {
+        "w1": [[request(10)], [request(11)]],
+        "w4": [[request(40, 0.1), request(41, 0.3)]],
+        "warm": [[request(1), request(2)]],
+    }
+
+
+def test_arrivals_are_gaps_over_the_rate_in_open_loop_tests_only():
+    assert [row.at for row in bench.records(workload(), "w4", 2.0, 0)] == pytest.approx([0.05, 0.2])
+    assert [row.at for row in bench.records(workload(), "w1", 2.0, 0)] == [0.0]
+
+
+def test_each_repetition_plays_its_own_variant():
+    played = [bench.records(workload(), "w1", 1.0, repetition)[0].token_ids for repetition in range(3)]
+    assert played == [[10], [11], [10]]
+
+
+def test_bench_plays_prints_and_keeps_its_figures(run, fake, target, tmp_path):
+    (tmp_path / "w.json").write_text(json.dumps(workload()))
+    out = tmp_path / "out.json"
+    options = ["--tests", "w1,w4", "--rate", "20", "--repeat", "2", "--memory-of", str(os.getpid()), "--json", str(out)]
+    shown = run("bench", "--workload", str(tmp_path / "w.json"), *options)
+    assert shown.exit_code == 0, shown.output
+    for words in ("w1 run 2: ", "best of 2 runs each", "w4 at 20/s", "TTFT ms, mean / p50 / p99", "peak memory MB"):
+        assert words in shown.stdout
+    prompts = [list(request.token_ids.ids) for request in fake.requests]
+    assert sorted(prompts[:2]) == [[1], [2]]
+    assert prompts[2:] == [[10], [40], [41], [11], [40], [41]]
+    assert all(
+        request.stop.ignore_eos and request.output.token_ids and request.sampling.temperature == 0
+        for request in fake.requests
+    )
+    report = json.loads(out.read_text())
+    assert datetime.fromisoformat(report["date"]).tzinfo is not None
+    assert (report["target"], report["model"]["model"]) == (target, "fake")
+    assert {"cpu", "cpus"} <= report["host"].keys()
+    assert [(row["test"], row["repetition"], row["rate"]) for row in report["runs"]] == [
+        ("w1", 0, None),
+        ("w4", 0, 20.0),
+        ("w1", 1, None),
+        ("w4", 1, 20.0),
+    ]
+    assert all(row["metrics"]["out_tok"] == row["metrics"]["want_tok"] and row["rss_mb"] > 0 for row in report["runs"])
+    # The second request of w4 arrives 20 ms after the first; its first token is counted from there.
+    assert report["runs"][1]["metrics"]["total_s"] >= 0.015
+
+
+def test_bench_ends_with_the_error_of_a_request(run, fake, tmp_path):
+    (tmp_path / "w.json").write_text(json.dumps(workload()))
+    fake.script = refuse(unavailable("LOST", "the worker is lost"))
+    shown = run("bench", "--workload", str(tmp_path / "w.json"), "--tests", "w1")
+    assert (shown.exit_code, "the worker is lost" in shown.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "tests", "words"),
+    [
+        ("[]", "w1", "is no workload"),
+        ("{", "w1", "is no workload"),
+        ('{"w1": [[{"ids": []}]]}', "w1", "lacks one of gap, ids, max_tokens"),
+        (json.dumps(workload()), "w9", "no test 'w9'; it has w1, w4"),
+    ],
+)
+def test_a_workload_that_cannot_be_played_is_one_line(run, tmp_path, text, tests, words):
+    (tmp_path / "w.json").write_text(text)
+    shown = run("bench", "--workload", str(tmp_path / "w.json"), "--tests", tests)
+    assert (shown.exit_code, words in shown.stderr) == (1, True), shown.stderr
+
+
+def test_the_table_shows_the_run_of_the_highest_rate():
+    rows = [Row("w1", i, None, None, {"out_tok_s": rate}) for i, rate in enumerate((5.0, 9.0, 7.0))]
+    assert bench_report.best(rows)["w1"].repetition == 1

@@ -1,0 +1,348 @@
+"""The local cluster, with small stand-ins for the services: start, restart, end in order, and every way to fail."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pagewire_fakes
+import pytest
+
+from pagewire import background, health, state
+from pagewire.cluster import Cluster, LaunchError, RestartPolicy, ServiceProcess
+from pagewire.launch import LaunchOptions, Setting, check_free, free_port, services, shared_settings
+from pagewire.processes import environment, module_command, start_ticks, uptime_s, with_descendants
+
+FAKES = pagewire_fakes.__file__
+NAMES = ("worker", "scheduler", "router")
+WAIT_S = 20.0
+
+
+def wait_for(condition, what: str):
+    """What `condition` gives once that is true; fails after `WAIT_S`."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.01)
+    pytest.fail(f"not within {WAIT_S} s: {what}")
+
+
+# The cluster
+
+
+class Trial:
+    """A cluster of fakes; notes what it reports."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        policy=RestartPolicy,
+        stop_within_s: float = 5.0,
+        start_within_s: float = WAIT_S,
+        **options: str,
+    ) -> None:
+        self.journal = folder / "journal"
+        self.lines: list[str] = []
+        self.waited: list[str] = []
+        self.pids: dict[str, int] = {}
+        self.restarted = asyncio.Event()
+        self.stop = asyncio.Event()
+        self.ready = asyncio.Event()
+        chain = []
+        for name in NAMES:
+            address = f"unix:{folder}/{name}.sock"
+            command = [sys.executable, FAKES, name, "--listen", address, "--journal", str(self.journal)]
+            chain.append(ServiceProcess(name, (*command, *options.get(name, "").split()), address, stop_within_s))
+        self.cluster = Cluster(
+            chain,
+            on_line=lambda name, line: self.lines.append(line),
+            on_waiting=self.waited.append,
+            on_pids=self.note_pids,
+            new_policy=policy,
+            start_within_s=start_within_s,
+        )
+
+    async def run(self) -> None:
+        await asyncio.wait_for(self.cluster.run(self.stop, self.ready.set), WAIT_S)
+
+    def note_pids(self, pids: dict[str, int]) -> None:
+        # A report of fewer processes tells of a death, one of all of them of a start.
+        self.pids |= pids
+        if len(pids) == len(NAMES):
+            self.restarted.set()
+
+    def events(self) -> list[str]:
+        return self.journal.read_text().splitlines()
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    # Short enough for a socket's path.
+    return tmp_path_factory.mktemp("c")
+
+
+async def ended_pid(trial: Trial, name: str) -> int:
+    """Kills a service; gives the pid of the process that takes its place."""
+    old = trial.pids[name]
+    trial.restarted.clear()
+    os.kill(old, signal.SIGKILL)
+    await asyncio.wait_for(trial.restarted.wait(), WAIT_S)
+    return trial.pids[name]
+
+
+async def test_services_stop_in_the_reverse_order_of_their_start(folder):
+    trial = Trial(folder)
+    run = asyncio.create_task(trial.run())
+    await asyncio.wait_for(trial.ready.wait(), WAIT_S)
+    assert trial.waited == list(NAMES)
+    assert {line.split()[2] for line in trial.lines} == set(NAMES)
+    trial.stop.set()
+    await run
+    assert trial.events()[3:] == ["router stop", "scheduler stop", "worker stop"]
+
+
+async def test_a_service_that_dies_is_started_again(folder):
+    trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=0.01))
+    run = asyncio.create_task(trial.run())
+    await asyncio.wait_for(trial.ready.wait(), WAIT_S)
+    pid = await ended_pid(trial, "worker")
+    assert os.getpgid(pid) == pid
+    trial.stop.set()
+    await run
+
+
+async def test_a_service_that_dies_too_often_ends_the_cluster(folder):
+    trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=0.01, max_deaths=2))
+    run = asyncio.create_task(trial.run())
+    await asyncio.wait_for(trial.ready.wait(), WAIT_S)
+    os.kill(await ended_pid(trial, "worker"), signal.SIGKILL)
+    with pytest.raises(LaunchError, match=r"worker was killed by SIGKILL, death 2 within 60 s; giving up"):
+        await run
+    assert trial.events()[-2:] == ["router stop", "scheduler stop"]
+
+
+async def test_a_usage_error_ends_the_start_with_its_message(folder):
+    trial = Trial(folder, worker="--bad-option")
+    with pytest.raises(LaunchError, match=r"worker ended with status 2 before it was ready\n(.*\n)*.*--bad-option"):
+        await trial.run()
+    assert not trial.ready.is_set()
+    assert all(start_ticks(pid) is None for pid in trial.pids.values())
+
+
+async def test_a_death_before_ready_ends_the_start_with_the_last_lines(folder):
+    trial = Trial(folder, scheduler="--die")
+    with pytest.raises(LaunchError, match=r"scheduler ended with status 3 before it was ready\n(.*\n)*.*no weights"):
+        await trial.run()
+
+
+async def test_a_service_that_never_serves_ends_the_start(folder):
+    trial = Trial(folder, start_within_s=0.5, worker="--mute")
+    with pytest.raises(LaunchError, match=r"worker does not serve after 0.5 s"):
+        await trial.run()
+
+
+async def test_a_service_that_does_not_stop_is_killed(folder):
+    trial = Trial(folder, stop_within_s=1.0, router="--stubborn")
+    run = asyncio.create_task(trial.run())
+    await asyncio.wait_for(trial.ready.wait(), WAIT_S)
+    trial.stop.set()
+    await run
+    assert trial.events()[3:] == ["router stop", "scheduler stop", "worker stop"]
+    assert all(start_ticks(pid) is None for pid in trial.pids.values())
+
+
+async def test_a_stop_while_starting_is_no_error(folder):
+    trial = Trial(folder)
+    trial.stop.set()
+    await trial.run()
+    assert not trial.ready.is_set()
+
+
+def test_delays_double_up_to_their_bound_and_five_deaths_in_a_minute_are_too_many():
+    policy = RestartPolicy()
+    assert [policy.delay_after_death(now) for now in (0, 1, 2, 3, 4)] == [0.5, 1, 2, 4, None]
+    patient = RestartPolicy()
+    assert [patient.delay_after_death(20 * i) for i in range(7)] == [0.5, 1, 2, 4, 8, 10, 10]
+    assert patient.delay_after_death(20 * 6 + 60) == 0.5
+
+
+# Command lines
+
+
+def test_options_reach_the_services_that_they_are_for():
+    shared = shared_settings(dtype="float32", max_num_batched_tokens=64, log_level=None, max_num_seqs=8)
+    extra = (Setting.parse("scheduler.chunked_prefill=false"), Setting.parse("worker.num-blocks=64"))
+    worker, scheduler, router = services(LaunchOptions("/m", "0.0.0.0", 7000, (*shared, *extra)), "/d")
+    assert " ".join(worker.command[2:]) == (
+        "-m worker --listen unix:/d/worker.sock --model /m --dtype=float32 --max-num-batched-tokens=64 --num-blocks=64"
+    )
+    assert " ".join(scheduler.command[2:]) == (
+        "-m scheduler --listen unix:/d/scheduler.sock --worker unix:/d/worker.sock"
+        " --max-num-batched-tokens=64 --max-num-seqs=8 --no-chunked-prefill"
+    )
+    assert " ".join(router.command[2:]) == (
+        "-m router --listen 0.0.0.0:7000 --scheduler unix:/d/scheduler.sock --model /m"
+    )
+    assert router.address == "127.0.0.1:7000"
+
+
+def test_a_service_may_take_as_long_to_stop_as_it_was_told_to_drain():
+    options = LaunchOptions("/m", settings=(Setting.parse("router.drain-grace-s=5"),))
+    assert [service.stop_within_s for service in services(options, "/d")] == [40, 40, 15]
+
+
+@pytest.mark.parametrize("text", ["worker.x", "worker=1", "engine.x=1", ".x=1", "worker.=1"])
+def test_a_malformed_setting_is_refused(text):
+    with pytest.raises(LaunchError, match=r"SERVICE\.OPTION=VALUE"):
+        Setting.parse(text)
+
+
+def test_a_taken_port_is_an_error_before_anything_starts(home):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}: Address already in use; choose another --port"):
+            check_free(LaunchOptions("/m", port=port))
+    check_free(LaunchOptions("/m", port=port))
+
+
+# The whole launcher, as a user's commands
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A user's folders of their own, and packages named like the services, which the launcher starts by name."""
+    for name in NAMES:
+        package = tmp_path / "fakes" / name
+        package.mkdir(parents=True)
+        main = f"import sys, pagewire_fakes; pagewire_fakes.main([{name!r}, *sys.argv[1:]])"
+        (package / "__main__.py").write_text(main)
+        # Without it the folder would stand behind the real package of that name, wherever that is on the path.
+        (package / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fakes'}:{Path(FAKES).parent}")
+    for kind in ("STATE", "CACHE"):
+        monkeypatch.setenv(f"XDG_{kind}_HOME", str(tmp_path / kind.lower()))
+    return tmp_path
+
+
+@pytest.fixture
+def port(home):
+    """A port whose cluster, if a test leaves one, is killed."""
+    port = free_port()
+    yield port
+    if running := state.load(port):
+        os.kill(running.launcher_pid, signal.SIGKILL)
+
+
+def pagewire(*arguments: str | Path | int) -> subprocess.CompletedProcess:
+    command = module_command("pagewire", [str(argument) for argument in arguments])
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=WAIT_S, check=False)
+
+
+def test_a_detached_cluster_serves_and_is_shown_and_stopped(home, port):
+    up = pagewire("up", "--model", home, "--port", port, "--detach", "--set", f"worker.journal={home}/journal")
+    assert (up.returncode, up.stderr) == (0, "")
+    assert f"serves on 127.0.0.1:{port}" in up.stdout
+    assert health.check(f"127.0.0.1:{port}") == health.SERVING
+    shown = pagewire("status", "--port", port)
+    assert shown.returncode == 0
+    for word in (*NAMES, "launcher", "SERVING", "fake, float32, 64 tokens", "UNIMPLEMENTED", f"{port}.log"):
+        assert word in shown.stdout
+    again = pagewire("up", "--model", home, "--port", port)
+    assert (again.returncode, "runs on port" in again.stderr) == (1, True)
+    assert pagewire("down", "--port", port).returncode == 0
+    assert (home / "journal").read_text().splitlines() == ["worker start", "worker stop"]
+    assert pagewire("status", "--port", port).returncode == 1
+    assert "nothing runs" in pagewire("down", "--port", port).stdout
+
+
+def test_a_detached_cluster_that_cannot_start_shows_the_end_of_its_log(home, port):
+    up = pagewire("up", "--model", home, "--port", port, "-d", "--set", "worker.bad-option=true")
+    assert up.returncode == 1
+    assert "unrecognized arguments: --bad-option" in up.stderr
+    assert state.load(port) is None
+
+
+def started(home: Path, port: int, *arguments: str) -> tuple[subprocess.Popen, state.ClusterState]:
+    """`pagewire up` in the foreground, once it serves."""
+    command = module_command("pagewire", ["up", "--model", str(home), "--port", str(port), *arguments])
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return process, wait_for(lambda: (now := state.load(port)) and now.serving and now, "serving")
+
+
+def test_ctrl_c_drains_and_ends_with_status_0(home, port):
+    process, running = started(home, port, "--set", f"router.journal={home}/journal")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    assert "INFO  launcher  serving" in output
+    assert (home / "journal").read_text().splitlines()[-1] == "router stop"
+    assert not Path(running.directory).exists()
+    assert state.load(port) is None
+
+
+def test_a_second_ctrl_c_ends_what_does_not_stop(home, port):
+    process, running = started(home, port, "--set", "router.stubborn=true", "--set", f"router.journal={home}/journal")
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: "stop" in (home / "journal").read_text(), "the router knows")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1
+    assert all(start_ticks(pid) is None for pid in running.service_pids.values())
+
+
+def test_services_die_with_a_killed_launcher(home, port):
+    process, running = started(home, port)
+    assert len(running.service_pids) == 3
+    process.kill()
+    process.communicate(timeout=WAIT_S)
+    wait_for(lambda: all(start_ticks(pid) is None for pid in running.service_pids.values()), "services are gone")
+    assert state.load(port) is None
+    assert not Path(running.directory).exists()
+
+
+def test_a_state_file_whose_pid_was_used_again_is_stale(home, port):
+    mine = state.ClusterState(os.getpid(), 1, port, "", "", str(home / "gone"), None, 1.0, {}, {}, True)
+    state.save(mine)
+    assert state.load(port) is None
+
+
+def test_a_cluster_tied_to_its_starter_ends_with_it(home, port):
+    code = (
+        "from pathlib import Path; from pagewire import background; from pagewire.launch import LaunchOptions\n"
+        f"options = LaunchOptions({str(home)!r}, port={port}, log_file=Path({str(home / 'log')!r}))\n"
+        "background.wait_until_serving(background.start(options, tie=True), options)"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), timeout=WAIT_S, check=True)
+    wait_for(lambda: state.load(port) is None, "the launcher is gone")
+
+
+def test_the_demo_runs_and_leaves_nothing(home):
+    shown = pagewire("demo", "--model", home)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.count("Hello, world") == 2
+    assert shown.stdout.count("TTFT 100 ms, 10.0 tokens/s, 3 tokens in 0.30 s") == 2
+
+
+# Processes
+
+
+def test_a_process_is_known_by_its_start():
+    me = os.getpid()
+    assert start_ticks(me) == start_ticks(me)
+    assert 0 < uptime_s(me) < 24 * 3600
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert child.pid in with_descendants([me])
+        child.stdin.close()
+    assert start_ticks(child.pid) is None
+
+
+def test_background_quotes_the_end_of_a_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("\n".join(map(str, range(100))))
+    assert background.log_tail(LaunchOptions("/m", log_file=log), lines=2) == "  98\n  99"

@@ -1,0 +1,93 @@
+"""Settings from flags and environment, log lines, and the end of a process."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from protos.process import start_logging
+from router.config import RouterSettings
+from scheduler.config import SchedulerSettings
+
+
+def test_flags_win_over_the_environment_and_the_environment_over_defaults(monkeypatch):
+    monkeypatch.setenv("PAGEWIRE_SCHEDULER_MAX_NUM_SEQS", "7")
+    monkeypatch.setenv("PAGEWIRE_SCHEDULER_LEASE_S", "9")
+    monkeypatch.setenv("PAGEWIRE_ROUTER_LISTEN", "elsewhere")
+    settings = SchedulerSettings.parse("scheduler", ["--max-num-seqs", "8"])
+    assert (settings.max_num_seqs, settings.lease_s, settings.max_num_batched_tokens) == (8, 9.0, 512)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-num-sequences", "8"], "unrecognized arguments: --max-num-sequences"),
+        (["--max-num-seqs", "0"], "--max-num-seqs: Input should be greater than or equal to 1"),
+        (["--max-num-seqs", "many"], "--max-num-seqs: Input should be a valid integer"),
+        (["--max-num-seqs", "600"], "max_num_seqs (600) must be at least 1 and at most max_num_batched_tokens (512)"),
+    ],
+)
+def test_a_wrong_option_ends_the_process_with_2_and_names_it(arguments, words, capsys):
+    with pytest.raises(SystemExit) as info:
+        SchedulerSettings.parse("scheduler", arguments)
+    assert info.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["PAGEWIRE_ROUTER_LISTNE", "PAGEWIRE_MODEL"])
+def test_an_unknown_variable_in_the_environment_is_refused(name, monkeypatch, capsys):
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(SystemExit):
+        RouterSettings.parse("router", ["--model", "m"])
+    assert name in capsys.readouterr().err
+
+
+def test_log_lines_carry_their_facts_as_text_or_json(capsys):
+    for form in ("text", "json"):
+        start_logging("router", RouterSettings(model="m", log_format=form))
+        logging.getLogger("x").info("request", extra={"request_id": "r1", "why": "two words"})
+    text, line = capsys.readouterr().err.strip().splitlines()
+    assert 'router    request request_id=r1 why="two words"' in text
+    assert json.loads(line)["request_id"] == "r1"
+    assert json.loads(line)["service"] == "router"
+    logging.getLogger().handlers.clear()
+
+
+LOOP = """
+import asyncio, sys
+from protos.process import run
+async def main(stop):
+    print("up", flush=True)
+    await stop.wait()
+    print("draining", flush=True)
+    if len(sys.argv) > 1:
+        await asyncio.sleep(60)
+run(main)
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    process = subprocess.Popen([sys.executable, "-c", LOOP, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_process_drain_and_exit_with_0(number):
+    process = start()
+    os.kill(process.pid, number)
+    assert process.wait(10) == 0
+    assert process.stdout.read() == "draining\n"
+
+
+def test_a_second_signal_ends_it_at_once():
+    process = start("forever")
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.stdout.readline() == "draining\n"
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(10) == 1

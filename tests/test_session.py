@@ -1,0 +1,203 @@
+"""The Session stream by hand: what a router that breaks off, comes back or stays away finds at the scheduler."""
+
+import contextlib
+
+import grpc
+import pytest
+from fakes import TEXT, FakeWorker, control_plane, outputs_of, request, scripted
+
+from protos import session_pb2 as pb
+from protos.columns import pack, unpack
+from protos.rpc import dial
+from protos.sampling_pb2 import Sampling
+from protos.session_pb2_grpc import SessionServiceStub
+
+
+class HandRouter:
+    """A session that a test writes and reads message by message."""
+
+    def __init__(self, channel: grpc.aio.Channel, router_id: str = "by-hand") -> None:
+        self._stub = SessionServiceStub(channel)
+        self._router_id = router_id
+
+    async def open(self, resume=(), protocol_version=1) -> pb.SessionResponse:
+        self.call = self._stub.Session()
+        hello = pb.Hello(router_id=self._router_id, protocol_version=protocol_version, resume=resume)
+        await self.call.write(pb.SessionRequest(hello=hello))
+        return await self.call.read()
+
+    async def submit(self, handle=1, request_id="r", prompt=b"abc", max_tokens=10, n=1, **options) -> None:
+        submit = pb.Submit(
+            handle=handle,
+            request_id=request_id,
+            prompt_token_ids=pack(list(prompt)),
+            sampling=Sampling(num_prompt_tokens=len(prompt)),
+            n=n,
+            max_tokens=max_tokens,
+            **options,
+        )
+        await self.call.write(pb.SessionRequest(submit=submit))
+
+    async def next(self, kind: str) -> pb.SessionResponse:
+        """The next message of this kind; others are passed over."""
+        while (message := await self.call.read()).WhichOneof("message") != kind:
+            assert message is not grpc.aio.EOF
+        return message
+
+    async def tokens(self, num: int) -> list[int]:
+        """Collects `num` tokens of sequence 0 and checks that their indices have no gap."""
+        tokens: list[int] = []
+        while len(tokens) < num:
+            for _, _, first, new in outputs_of(await self.next("step_outputs")):
+                assert first <= len(tokens)
+                tokens += new[len(tokens) - first :]
+        return tokens
+
+
+@contextlib.asynccontextmanager
+async def plane_and_router(worker: FakeWorker, **options):
+    async with control_plane(worker, **options) as plane, dial(plane.scheduler_address) as channel:
+        yield plane, HandRouter(channel)
+
+
+async def test_welcome_names_the_epoch_the_model_and_the_limits():
+    async with plane_and_router(FakeWorker(), max_num_seqs=7) as (_, router):
+        welcome = (await router.open()).welcome
+        assert welcome.scheduler_epoch > 0
+        assert welcome.model.model == "fake"
+        assert welcome.limits.max_num_seqs == 7
+        router.call.cancel()
+
+
+async def test_a_session_that_does_not_open_with_hello_or_speaks_another_protocol_is_refused():
+    async with plane_and_router(FakeWorker()) as (_, router):
+        with pytest.raises(grpc.aio.AioRpcError, match="speaks protocol 99"):
+            await router.open(protocol_version=99)
+        call = router._stub.Session()
+        await call.write(pb.SessionRequest(ping=pb.Ping()))
+        with pytest.raises(grpc.aio.AioRpcError, match="opens with Hello"):
+            await call.read()
+
+
+async def test_one_message_a_step_carries_the_tokens_of_all_requests_in_columns():
+    worker = FakeWorker()
+    async with plane_and_router(worker) as (_, router):
+        await router.open()
+        worker.gate.clear()
+        for handle in (1, 2):
+            await router.submit(handle, f"r{handle}", max_tokens=5)
+            await router.next("accepted")
+        worker.gate.set()
+        sizes = set()
+        for _ in range(4):
+            sizes.add(len(outputs_of(await router.next("step_outputs"))))
+        assert 2 in sizes
+        router.call.cancel()
+
+
+async def test_a_request_outlives_its_lost_stream_and_a_resumption_gets_what_was_missed():
+    worker = FakeWorker()
+    async with plane_and_router(worker) as (plane, router):
+        await router.open()
+        await router.submit(max_tokens=30)
+        await router.tokens(3)
+        router.call.cancel()
+        await plane.until(lambda state: state.num_running == 0)  # it finishes while nobody listens
+        await router.open(resume=[pb.Resume(handle=1, num_tokens=pack([3]))])
+        outputs = await router.next("step_outputs")
+        assert outputs_of(outputs) == [(1, 0, 3, [scripted(0, i) for i in range(3, 30)])]
+        assert outputs.step_outputs.finished[0].status == pb.FINISH_STATUS_LENGTH_CAPPED
+        router.call.cancel()
+
+
+async def test_a_router_that_stays_away_loses_its_requests_when_the_lease_ends():
+    worker = FakeWorker()
+    async with plane_and_router(worker, lease_s=0.05) as (plane, router):
+        await router.open()
+        worker.gate.clear()
+        await router.submit(max_tokens=30)
+        await router.next("accepted")
+        router.call.cancel()
+        await plane.until(lambda state: state.block_pool.num_held == 0)
+        worker.gate.set()
+        welcome = (await router.open(resume=[pb.Resume(handle=1, num_tokens=pack([0]))])).welcome
+        assert unpack(welcome.unknown_handles).tolist() == [1]
+        router.call.cancel()
+
+
+async def test_a_router_that_comes_back_without_a_request_has_given_it_up():
+    worker = FakeWorker()
+    async with plane_and_router(worker) as (plane, router):
+        await router.open()
+        worker.gate.clear()
+        await router.submit(max_tokens=30)
+        await router.next("accepted")
+        router.call.cancel()
+        await router.open()
+        await plane.until(lambda state: state.block_pool.num_held == 0)
+        worker.gate.set()
+        router.call.cancel()
+
+
+async def test_submitting_twice_is_as_once_and_another_routers_id_is_refused():
+    worker = FakeWorker()
+    async with plane_and_router(worker) as (plane, router), dial(plane.scheduler_address) as channel:
+        await router.open()
+        worker.gate.clear()
+        for _ in range(2):
+            await router.submit(max_tokens=4)
+            await router.next("accepted")
+        state = await plane.state()
+        assert state.num_running + state.num_waiting == 1
+        other = HandRouter(channel, "another")
+        await other.open()
+        await other.submit(handle=1, request_id="r")
+        rejected = (await other.next("rejected")).rejected
+        assert rejected.code == grpc.StatusCode.ALREADY_EXISTS.value[0]
+        worker.gate.set()
+        assert await router.tokens(4) == [scripted(0, i) for i in range(4)]
+        router.call.cancel()
+        other.call.cancel()
+
+
+async def test_cancel_is_idempotent_and_an_unknown_handle_is_no_error():
+    worker = FakeWorker()
+    async with plane_and_router(worker) as (plane, router):
+        await router.open()
+        worker.gate.clear()
+        await router.submit(max_tokens=30)
+        await router.next("accepted")
+        for handle in (1, 1, 99):
+            await router.call.write(pb.SessionRequest(cancel=pb.Cancel(handle=handle)))
+        await plane.until(lambda state: state.block_pool.num_held == 0)
+        worker.gate.set()
+        await router.submit(handle=2, request_id="r2", max_tokens=3)
+        assert len(await router.tokens(3)) == 3
+        await router.call.write(pb.SessionRequest(ping=pb.Ping(nonce=5)))
+        assert (await router.next("pong")).pong.nonce == 5
+        router.call.cancel()
+
+
+async def test_a_request_the_core_refuses_is_rejected_and_the_session_goes_on():
+    async with plane_and_router(FakeWorker()) as (_, router):
+        await router.open()
+        await router.submit(prompt=b"")
+        rejected = (await router.next("rejected")).rejected
+        assert rejected.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        await router.submit(handle=2, max_tokens=2)
+        assert len(await router.tokens(2)) == 2
+        router.call.cancel()
+
+
+async def test_the_router_takes_its_stream_up_again_after_the_connection_broke():
+    """The real router, whose session is cut by the scheduler's side."""
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        streams = [aiter(plane.generation.Generate(request("hello", max_tokens=150))) for _ in range(3)]
+        texts = [(await anext(stream)).outputs[0].text for stream in streams]
+        worker.gate.clear()
+        await plane.cut_sessions()
+        worker.gate.set()
+        for stream, text in zip(streams, texts, strict=True):
+            text += "".join([message.outputs[0].text async for message in stream])
+            assert text == (TEXT * 4)[:150]

@@ -1,0 +1,77 @@
+"""Where a model's files are, and what config.json says of any architecture; the weights are `worker.weights`' work."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+
+# Weights without pickle, and the numbers that explain them; the tokenizer's files are the router's.
+_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json"]
+_DUPLICATES = ["original/*", "consolidated*"]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class ModelError(Exception):
+    """The model can not be loaded; the message says why to the person who named it."""
+
+
+class UnsupportedModel(ModelError):
+    """The checkpoint asks for what is not built."""
+
+
+def find_checkpoint(model: str) -> Path:
+    """The directory of a model: `model` itself, or the local snapshot of that name on the hub, fetched when needed.
+
+    Raises:
+        ModelError: there is no such directory and no such hub name, or the hub can not be reached.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if model.startswith(("/", ".", "~")):
+        raise ModelError(f"there is no directory {path}")
+    try:
+        return Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_DUPLICATES))
+    except (OSError, ValueError) as error:  # the hub's own errors are these two
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"{model!r} is neither a directory here nor a model that the hub gives us: {reason}"
+        ) from error
+
+
+def checkpoint_name(model: str) -> str:
+    """What to call a model that was given no name: the last part of its directory or hub name."""
+    return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model.rsplit("/", 1)[-1]
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json.
+
+    Raises:
+        ModelError: it is not there, or no JSON object.
+    """
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{directory} is no Hugging Face checkpoint: it holds no readable config.json") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return config
+
+
+def checkpoint_dtype(config: dict[str, Any]) -> torch.dtype:
+    """The dtype that the checkpoint was saved in (float32 where it does not say, as Hugging Face reads it).
+
+    Raises:
+        UnsupportedModel: the model does not run in it.
+    """
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise UnsupportedModel(f"dtype {name!r} of the checkpoint is not supported; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]

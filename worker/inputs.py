@@ -1,0 +1,212 @@
+"""From the columns of an ExecuteModelRequest to the tensors that a model takes.
+
+`read_step` checks everything that could make the worker read or write where it must not; `make_inputs` computes
+indices; both by numpy over whole columns. What a request has sampled is the runner's: ids of -1 stay for it to fill.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from protos.worker_pb2 import ExecuteModelRequest
+from worker.layers.attention import AttentionMetadata
+
+# In place of a token id: the token that the row's sequence sampled last.
+LAST_SAMPLED = -1
+
+Integers = npt.NDArray[np.int32]
+
+
+class MalformedStep(Exception):
+    """A step that no scheduler of ours sends; nothing was done.
+
+    Args:
+        field: the request's field at fault.
+        description: what would be right.
+    """
+
+    def __init__(self, field: str, description: str) -> None:
+        super().__init__(f"{field}: {description}")
+        self.field = field
+        self.description = description
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What the ids and sizes of a step have to keep within."""
+
+    vocabulary_size: int
+    context_length: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    num_cpu_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The checked columns of a request.
+
+    Rows are sequences. `query_starts` and `table_starts` have one entry more than there are rows. Pairs are
+    [num_pairs, 2]. `token_ids` alone may be written.
+    """
+
+    request_ids: Integers
+    sequence_indexes: Integers
+    num_computed_tokens: Integers
+    query_starts: Integers
+    context_lengths: Integers
+    token_ids: Integers
+    table_starts: Integers
+    block_tables: Integers
+    sample_rows: Integers
+    sample_sequence_indexes: Integers
+    blocks_to_swap_out: Integers
+    blocks_to_swap_in: Integers
+    blocks_to_copy: Integers
+    finished_request_ids: Integers
+
+
+def read_step(request: ExecuteModelRequest, limits: StepLimits) -> Step:
+    """The columns of `request`.
+
+    Raises:
+        MalformedStep: they do not fit together, or leave the limits.
+    """
+    request_ids = _column(request, "request_ids")
+    num_rows = len(request_ids)
+    sequence_indexes = _column(request, "sequence_indexes", num_rows)
+    num_computed_tokens = _column(request, "num_computed_tokens", num_rows)
+    num_new_tokens = _column(request, "num_new_tokens", num_rows)
+    table_lengths = _column(request, "block_table_lengths", num_rows)
+    _check_range("sequence_indexes", sequence_indexes, 0, None)
+    _check_range("num_computed_tokens", num_computed_tokens, 0, limits.context_length - 1)
+    _check_range("num_new_tokens", num_new_tokens, 1, limits.max_num_batched_tokens)
+    _check_range("block_table_lengths", table_lengths, 1, None)
+
+    query_starts, table_starts = _starts(num_new_tokens), _starts(table_lengths)
+    token_ids = _column(request, "token_ids", int(query_starts[-1])).copy()
+    block_tables = _column(request, "block_tables", int(table_starts[-1]))
+    context_lengths = num_computed_tokens + num_new_tokens
+    if len(token_ids) > limits.max_num_batched_tokens:
+        raise MalformedStep("token_ids", f"{len(token_ids)} tokens; a step has {limits.max_num_batched_tokens} at most")
+    _check_range("token_ids", token_ids, LAST_SAMPLED, limits.vocabulary_size - 1)
+    _check_range("num_new_tokens (the row's context with them)", context_lengths, 1, limits.context_length)
+    _check_range("block_tables", block_tables, 0, limits.num_blocks - 1)
+    if np.any(table_lengths.astype(np.int64) * limits.block_size < context_lengths):
+        raise MalformedStep("block_table_lengths", "a row's blocks do not hold its tokens")
+
+    sample_rows = _column(request, "sample_rows")
+    sample_sequence_indexes = _column(request, "sample_sequence_indexes", len(sample_rows))
+    _check_range("sample_rows", sample_rows, 0, num_rows - 1)
+    _check_range("sample_sequence_indexes", sample_sequence_indexes, 0, None)
+    return Step(
+        request_ids=request_ids,
+        sequence_indexes=sequence_indexes,
+        num_computed_tokens=num_computed_tokens,
+        query_starts=query_starts,
+        context_lengths=context_lengths,
+        token_ids=token_ids,
+        table_starts=table_starts,
+        block_tables=block_tables,
+        sample_rows=sample_rows,
+        sample_sequence_indexes=sample_sequence_indexes,
+        blocks_to_swap_out=_pairs(request, "blocks_to_swap_out", limits.num_blocks, limits.num_cpu_blocks),
+        blocks_to_swap_in=_pairs(request, "blocks_to_swap_in", limits.num_cpu_blocks, limits.num_blocks),
+        blocks_to_copy=_pairs(request, "blocks_to_copy", limits.num_blocks, limits.num_blocks),
+        finished_request_ids=_column(request, "finished_request_ids"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """One step as a model takes it.
+
+    Attributes:
+        token_ids: [num_tokens] int64.
+        positions: [num_tokens] int64, 0-based in each token's own sequence.
+        attention: where the tokens stand in the cache.
+        entered_blocks: [n] int64, the blocks behind whose last token no KV of their sequence stands yet.
+        last_tokens: [num_rows] int64, the last token of each row among this step's tokens.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionMetadata
+    entered_blocks: Tensor
+    last_tokens: Tensor
+
+
+def make_inputs(step: Step, block_size: int, device: torch.device) -> ModelInputs:
+    """The tensors of a step whose token ids are all known."""
+    num_new_tokens = np.diff(step.query_starts)
+    rows = np.repeat(np.arange(len(num_new_tokens)), num_new_tokens)  # the row of each token
+    offsets = np.arange(len(step.token_ids)) - step.query_starts[rows]
+    positions = step.num_computed_tokens[rows] + offsets
+    blocks = step.block_tables[step.table_starts[rows] + positions // block_size].astype(np.int64)
+    slot_mapping = blocks * block_size + positions % block_size
+
+    # Tables as a matrix: as wide as the longest context needs, shorter rows repeat their last block.
+    last = (step.context_lengths - 1) // block_size
+    columns = np.arange(last.max(initial=-1) + 1)
+    indices = step.table_starts[:-1, None] + np.minimum(columns, last[:, None])
+    # Only the last block of a row can have slots behind the context; it is new when this step writes its first slot.
+    entered = step.block_tables[step.table_starts[:-1] + last][last * block_size >= step.num_computed_tokens]
+
+    def tensor(array: npt.NDArray[np.integer], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(array).to(device=device, dtype=dtype)
+
+    return ModelInputs(
+        token_ids=tensor(step.token_ids, torch.int64),
+        positions=tensor(positions, torch.int64),
+        attention=AttentionMetadata(
+            slot_mapping=tensor(slot_mapping, torch.int64),
+            block_tables=tensor(step.block_tables[indices], torch.int32),
+            query_starts=tensor(step.query_starts, torch.int32),
+            context_lengths=tensor(step.context_lengths, torch.int32),
+        ),
+        entered_blocks=tensor(entered, torch.int64),
+        last_tokens=tensor(step.query_starts[1:] - 1, torch.int64),
+    )
+
+
+def _column(request: ExecuteModelRequest, field: str, length: int | None = None) -> Integers:
+    data: bytes = getattr(request, field)
+    if len(data) % 4 != 0:
+        raise MalformedStep(field, f"{len(data)} bytes are no column of int32")
+    column = np.frombuffer(data, dtype=np.int32)
+    if length is not None and len(column) != length:
+        raise MalformedStep(field, f"{len(column)} entries; the other columns mean {length}")
+    return column
+
+
+def _pairs(request: ExecuteModelRequest, field: str, from_limit: int, to_limit: int) -> Integers:
+    column = _column(request, field)
+    if len(column) % 2 != 0:
+        raise MalformedStep(field, f"{len(column)} entries are no pairs")
+    pairs = column.reshape(-1, 2)
+    _check_range(field, pairs[:, 0], 0, from_limit - 1)
+    _check_range(field, pairs[:, 1], 0, to_limit - 1)
+    return pairs
+
+
+def _starts(lengths: Integers) -> Integers:
+    """0, and the running sum of `lengths`; int64 inside, so that no sum of int32 wraps around."""
+    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    if starts[-1] > np.iinfo(np.int32).max:
+        raise MalformedStep("num_new_tokens, block_table_lengths", "more entries than int32 counts")
+    return starts.astype(np.int32)
+
+
+def _check_range(field: str, column: Integers, least: int, most: int | None) -> None:
+    if len(column) == 0:
+        return
+    low, high = int(column.min()), int(column.max())
+    if low < least:
+        raise MalformedStep(field, f"{low} is less than {least}")
+    if most is not None and high > most:
+        raise MalformedStep(field, f"{high} is more than {most}")
