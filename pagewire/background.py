@@ -1,5 +1,6 @@
 """A cluster behind the terminal: `pagewire up` as a process of its own, which logs into a file, and how it is ended."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -61,7 +62,8 @@ def log_tail(options: LaunchOptions, lines: int = 20) -> str:
 
 def stop(running: ClusterState) -> None:
     """Drains a cluster and waits for its end; kills it when that takes longer than its services may."""
-    os.kill(running.launcher_pid, signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(running.launcher_pid, signal.SIGTERM)
     deadline = time.monotonic() + running.stop_within_s
     while running.alive and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -197,7 +197,7 @@ class Sessions:
 
     def deliver_finished(self, finished: list[Finished]) -> list[Ticket]:
         """Queues the ends of sequences for their routers; gives the tickets whose last sequence this was."""
-        ended = []
+        ended: dict[int, Ticket] = {}  # by number: several sequences of a group may end in one step
         for end in finished:
             ticket = self._by_number.get(end.group.number)
             if ticket is None:
@@ -207,8 +207,8 @@ class Sessions:
             if ticket.session.outbox is not None:
                 ticket.session.outbox.put_finished(row)
             if not end.group.live:
-                ended.append(ticket)
-        return ended
+                ended[end.group.number] = ticket
+        return list(ended.values())
 
     def resume(self, ticket: Ticket, num_tokens: "array[int]") -> None:
         """Queues what a reconnected router has not got: it has `num_tokens` of each sequence's tokens."""

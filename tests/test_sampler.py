@@ -148,7 +148,10 @@ def test_filters_that_keep_more_than_the_first_look_takes_in(parameters, num_kep
     assert torch.equal(drawn, expected)
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 300}, {"top_p": 0.2995}, {"min_p": math.exp(-1e-5 * 299.5)}])
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_k": 300}, {"top_p": math.expm1(-1e-5 * 299.5) / math.expm1(-1e-2)}, {"min_p": math.exp(-1e-5 * 299.5)}],
+)
 def test_a_filter_that_ends_beyond_the_first_look_ends_at_the_right_token(filters):
     logits = -1e-5 * torch.arange(1000.0)  # nearly uniform: 4000 draws miss none of 300 tokens
     assert frequencies(logits, replace(RANDOM, **filters)).nonzero().squeeze(-1).tolist() == list(range(300))

@@ -65,6 +65,8 @@ class WorkerService(WorkerServiceServicer):
         finally:
             call.broken = True
             following.cancel()
+            # A next request that was refused while this one failed is nobody's news; asyncio would report it as lost.
+            following.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _next_step(
         self, requests: AsyncIterator[ExecuteModelRequest], call: _Call

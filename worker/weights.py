@@ -56,7 +56,7 @@ def _weight_files(directory: Path) -> list[Path]:
     if index.exists():
         try:
             return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is no index of safetensors files") from error
     single = directory / "model.safetensors"
     if single.exists():

@@ -1,0 +1,44 @@
+# Every target sets up what it needs; nothing is installed outside .venv and the user's cache folder.
+PYTHON ?= python3
+BIN := .venv/bin
+PROTOS := $(shell find protos -name '*.proto')
+
+.PHONY: demo test up protos lint format bench compose-test clean
+
+# The main job on a bare machine: the real model through the real three processes, once.
+demo: .venv/installed
+	@$(BIN)/pagewire demo
+
+# Lint, types, tests.
+test: .venv/installed lint
+	$(BIN)/pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+up: .venv/installed
+	@$(BIN)/pagewire up
+
+protos:
+	$(BIN)/python hatch_build.py
+
+format:
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The real containers, with Docker or without: see tests/compose_test.py.
+compose-test: .venv/installed
+	$(BIN)/python tests/compose_test.py
+
+.venv/installed: pyproject.toml hatch_build.py $(PROTOS)
+	@echo "setting up .venv (a minute or two the first time)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[worker,dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist
+	find . -name __pycache__ -o -name '*_pb2*.py*' | xargs rm -rf

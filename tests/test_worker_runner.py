@@ -1,0 +1,179 @@
+"""Whole steps against transformers' own greedy generation, however the work is cut up."""
+
+import pytest
+import torch
+from worker_fakes import GREEDY, Row, logprobs, step, tiny_checkpoint, tiny_llama, tiny_runner, tokens
+
+from protos.columns import unpack
+from protos.sampling_pb2 import Sampling
+from worker.inputs import MalformedStep
+
+PROMPT = [5, 17, 3, 88, 42, 9, 61, 2, 30, 11, 7]
+SEEDED = Sampling(temperature=1, top_p=1, seed=11)
+
+
+def generated(model, prompt, num_tokens):
+    ids = model.generate(
+        torch.tensor([prompt]), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+    )
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def runner(checkpoint):
+    return tiny_runner(checkpoint)
+
+
+def run_alone(runner, prompt, num_tokens, *, sampling=GREEDY, chunk=1000, blocks=range(16), request_id=1):
+    """One sequence: its prompt in chunks, then decodes that are told the token sampled before."""
+    found, computed, new = [], 0, {request_id: sampling}
+    while len(found) < num_tokens:
+        chunk_tokens = (prompt + found)[computed:][:chunk]
+        row = Row(request_id, chunk_tokens, list(blocks), computed)
+        computed += len(chunk_tokens)
+        samples = None if computed >= len(prompt) else []
+        found += tokens(runner.execute(step(row, new=new, samples=samples)))
+        new = {}
+    return found
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 5, 1000])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36},
+        {"num_attention_heads": 8, "num_key_value_heads": 1},
+        {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 6},
+    ],
+    ids=["2 of 4", "3 of 9", "1 of 8", "tied", "biased"],
+)
+def test_greedy_tokens_are_transformers_own_whatever_the_chunks(tmp_path, changes, chunk):
+    runner = tiny_runner(tiny_checkpoint(tmp_path, **changes))
+    assert run_alone(runner, PROMPT, 12, chunk=chunk) == generated(tiny_llama(**changes), PROMPT, 12)
+
+
+def test_log_probabilities_are_transformers_own(runner):
+    response = runner.execute(step(Row(1, PROMPT, range(3)), new={1: GREEDY}))
+    with torch.inference_mode():
+        theirs = tiny_llama()(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+    assert logprobs(response) == pytest.approx([theirs.max().item()], abs=1e-4)
+    assert tokens(response) == [theirs.argmax().item()]
+
+
+def test_sequences_of_a_mixed_batch_do_not_disturb_each_other(runner):
+    model = tiny_llama()
+    prompts = {1: PROMPT, 2: PROMPT[:1], 3: PROMPT[::-1] * 3}
+    found = {request_id: [] for request_id in prompts}
+    # Request 1 decodes while 2 is prefilled, then both decode while 3 is prefilled in chunks of 10.
+    runner.execute(step(Row(1, PROMPT[:-1], [3, 1, 4]), new={1: GREEDY}, samples=[]))
+    for number in range(10):
+        rows, samples, new = [], [], {}
+        if number > 0:
+            rows.append(Row(1, [PROMPT[-1] if number == 1 else -1], [3, 1, 4, 15, 9, 2], computed=9 + number))
+        if number > 1:
+            rows.append(Row(2, [prompts[2][0] if number == 2 else -1], [6, 5, 35], computed=number - 2))
+            new |= {2: GREEDY} if number == 2 else {}
+        samples = [(row, 0) for row in range(len(rows))]
+        if number > 2:
+            computed = 10 * (number - 3)
+            chunk = prompts[3][computed:][:10] if computed < 33 else [-1]
+            rows.append(Row(3, chunk, list(range(40, 52)), computed=min(computed, 33 + number - 7)))
+            new |= {3: GREEDY} if number == 3 else {}
+            samples += [(len(rows) - 1, 0)] if computed + 10 >= 33 else []
+        sampled = tokens(runner.execute(step(*rows, samples=samples, new=new)))
+        for (row, _), token in zip(samples, sampled, strict=True):
+            found[rows[row].request_id].append(token)
+    for request_id, prompt in prompts.items():
+        assert found[request_id] == generated(model, prompt, len(found[request_id])), request_id
+    assert [len(found[request_id]) for request_id in (1, 2, 3)] == [9, 8, 4]
+
+
+def test_minus_one_is_the_token_that_this_sequence_of_this_request_sampled_last(runner):
+    runner.execute(step(Row(1, PROMPT, range(3)), new={1: SEEDED}, samples=[(0, 0), (0, 1), (0, 2)]))
+    runner.execute(step(Row(2, PROMPT[:3], [8]), new={2: SEEDED}))
+    told = run_alone(runner, PROMPT, 2, sampling=SEEDED, request_id=3, blocks=[20, 21, 22])
+    rows = [Row(1, [-1], [0, 1, block], computed=11, sequence_index=index) for index, block in enumerate((2, 4, 5))]
+    copied = step(*rows, copy=[2, 4, 2, 5])
+    response = runner.execute(copied)
+    assert tokens(response)[0] == told[1]
+    with pytest.raises(MalformedStep, match="sequence 1 of request 2, which has sampled nothing"):
+        runner.execute(step(Row(2, [-1], [8], computed=3, sequence_index=1)))
+
+
+def test_samples_of_one_row_are_drawn_apart_and_do_not_depend_on_their_company(runner):
+    request = step(Row(1, PROMPT, range(3)), new={1: SEEDED}, samples=[(0, index) for index in range(8)])
+    together = tokens(runner.execute(request))
+    assert len(set(together)) > 1
+    row, other = Row(1, PROMPT, range(3)), Row(9, PROMPT[:5], [20, 21])
+    apart = runner.execute(step(other, row, new={1: SEEDED, 9: GREEDY}, samples=[(1, 5), (0, 0), (1, 2)]))
+    assert (tokens(apart)[0], tokens(apart)[2]) == (together[5], together[2])
+
+
+def test_blocks_that_are_swapped_out_and_in_again_or_copied_go_on_alike(runner):
+    expected = run_alone(runner, PROMPT, 4)
+    found = tokens(runner.execute(step(Row(1, PROMPT, [0, 1, 2]), new={1: GREEDY})))
+    swapped = step(finished=[77], swap_out=[0, 5, 1, 6, 2, 7])
+    assert tokens(runner.execute(swapped)) == []
+    run_alone(runner, PROMPT[::-1], 2, blocks=[0, 1, 2, 3], request_id=2)  # somebody else takes the blocks
+    back = step(Row(1, [-1], [30, 31, 32], computed=11), swap_in=[5, 30, 6, 31, 7, 32])
+    found += tokens(runner.execute(back))
+    copied = step(Row(1, [-1], [40, 31, 32, 33], computed=12), copy=[30, 40])
+    found += tokens(runner.execute(copied))
+    # Out and in within one step: the CPU block that goes out first comes in.
+    both = step(Row(1, [-1], [50, 31, 32, 33], computed=13), swap_out=[40, 0], swap_in=[0, 50])
+    assert found + tokens(runner.execute(both)) == expected
+
+
+def test_a_row_whose_logits_are_not_finite_fails_alone_and_leaves_nothing_behind(runner):
+    expected = run_alone(runner, PROMPT, 3)
+    runner._model.embedding.weight[96] = torch.nan
+    response = runner.execute(step(Row(1, PROMPT, [0, 1, 2]), Row(2, [96] * 11, [3, 4, 5]), new={1: GREEDY, 2: GREEDY}))
+    assert list(unpack(response.failed_samples)) == [1]
+    assert tokens(response)[0] == expected[0]
+    # The next step was sent before the failure was known.
+    response = runner.execute(step(Row(1, [-1], [0, 1, 2], computed=11), Row(2, [-1], [3, 4, 5], computed=11)))
+    assert list(unpack(response.failed_samples)) == [1]
+    assert tokens(response)[0] == expected[1]
+    # The blocks that are full of NaN now go to somebody else.
+    assert run_alone(runner, PROMPT, 3, blocks=[5, 4, 3, 6], request_id=3) == expected
+
+
+def test_finished_requests_are_forgotten_and_their_ids_may_come_back(runner):
+    expected = tokens(runner.execute(step(Row(1, PROMPT, range(3)), new={1: SEEDED})))
+    runner.execute(step(finished=[1]))
+    for message in (step(Row(1, PROMPT, range(3))), step(Row(1, [-1], range(3), computed=11), samples=[])):
+        with pytest.raises(MalformedStep):
+            runner.execute(message)
+    again = step(Row(1, PROMPT, range(3)), new={1: SEEDED}, finished=[1])
+    assert tokens(runner.execute(again)) == expected
+    assert runner._requests.keys() == {1}
+
+
+def test_sampling_out_of_range_is_a_malformed_step(runner):
+    with pytest.raises(MalformedStep, match="request 1: top_p 2"):
+        runner.execute(step(Row(1, PROMPT, range(3)), new={1: Sampling(top_p=2)}))
+
+
+def test_a_response_says_what_it_answers_and_how_long_it_took(runner):
+    response = runner.execute(step(Row(1, PROMPT, range(3)), new={1: GREEDY}, step_id=7, epoch=9))
+    assert (response.step_id, response.epoch) == (7, 9)
+    assert response.timings.forward_ms > 0
+    assert response.timings.prepare_ms > 0
+    assert response.timings.sample_ms > 0
+
+
+@pytest.mark.model
+def test_the_real_model_says_what_transformers_says(model_dir):
+    from transformers import AutoModelForCausalLM
+
+    prompt = [504, 3575, 282, 4649, 314, 260, 1, 4093, 198, 19556, 28, 638, 359, 346, 47, 2, 198]
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    runner = tiny_runner(model_dir, block_size=16)
+    assert run_alone(runner, prompt, 32, chunk=7) == generated(model, prompt, 32)
