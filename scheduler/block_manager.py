@@ -10,7 +10,7 @@ are integers; nothing here knows what KV is or where it lies. Whether there is r
     free(sequence)               gives back what nobody else holds
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 
 from scheduler.sequence import Sequence
@@ -24,7 +24,8 @@ class BlockManager:
             raise ValueError(f"a pool needs blocks, not {num_blocks} of {block_size} tokens")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = deque(range(num_blocks))
+        # A stack: the block freed last is the one whose memory is warm, and memory that was never needed stays untouched.
+        self._free = list(reversed(range(num_blocks)))
         self._ref_counts = [0] * num_blocks
 
     @property
@@ -98,6 +99,6 @@ class BlockManager:
         return offset > 0 and self._ref_counts[sequence.block_table[index]] > 1
 
     def _take(self) -> int:
-        block = self._free.popleft()
+        block = self._free.pop()
         self._ref_counts[block] = 1
         return block

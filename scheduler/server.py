@@ -66,7 +66,8 @@ class SessionService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._sessions.disconnect(session, outbox):
-                log.info("router disconnected", extra={"router_id": session.router_id, "live": len(session.tickets)})
+                live = sum(bool(ticket.group.live) for ticket in session.tickets.values())
+                log.info("router disconnected", extra={"router_id": session.router_id, "live": live})
                 timer = asyncio.get_running_loop().call_later(self._settings.lease_s, self._end_lease, session)
                 self._leases[session.router_id] = timer
 

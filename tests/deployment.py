@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pagewire.processes import tied
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1 import introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
@@ -29,7 +30,9 @@ class Service:
         self.log = Path(directory) / f"{name}.log"
         with self.log.open("a") as log:
             command = [sys.executable, "-m", name, *arguments]
-            self.process = subprocess.Popen(command, stderr=log, stdout=log, start_new_session=True)
+            self.arguments = arguments
+            # Tied to this process: a test run that is killed leaves no service behind.
+            self.process = subprocess.Popen(tied(command), stderr=log, stdout=log, start_new_session=True)
 
     def rss_bytes(self) -> int:
         """Memory it has now."""
@@ -53,16 +56,13 @@ class Deployment:
     """A running chain; `services` by name."""
 
     directory: str
+    router_address: str
     services: dict[str, Service] = field(default_factory=dict)
     ready_after_s: float = 0.0
 
     def start(self, name: str, *arguments: str) -> Service:
         self.services[name] = Service(name, *arguments, directory=self.directory)
         return self.services[name]
-
-    @property
-    def router_address(self) -> str:
-        return f"unix:{self.directory}/router"
 
     async def state(self) -> introspection_pb2.SchedulerState:
         async with dial(self.router_address) as channel:
@@ -91,11 +91,19 @@ class Deployment:
 
 @contextlib.asynccontextmanager
 async def deployment(
-    model: Path | str, *, worker: tuple[str, ...] = (), scheduler: tuple[str, ...] = (), router: tuple[str, ...] = ()
+    model: Path | str,
+    *,
+    worker: tuple[str, ...] = (),
+    scheduler: tuple[str, ...] = (),
+    router: tuple[str, ...] = (),
+    listen: str | None = None,
 ) -> AsyncIterator[Deployment]:
-    """Worker, scheduler and router for `model`, SERVING; stopped in reverse, with nothing left behind."""
+    """Worker, scheduler and router for `model`, SERVING; stopped in reverse, with nothing left behind.
+
+    The router listens on `listen`, else on a Unix socket.
+    """
     with tempfile.TemporaryDirectory(prefix="pw") as directory:
-        running = Deployment(directory)
+        running = Deployment(directory, listen or f"unix:{directory}/router")
         start = time.monotonic()
         try:
             running.start("worker", "--listen", f"unix:{directory}/worker", "--model", str(model), *worker)

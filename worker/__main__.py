@@ -1,64 +1,15 @@
-"""`python -m worker --model DIRECTORY`: serves at once, answers NOT_SERVING until the model is loaded."""
+"""`python -m worker --model DIRECTORY`; `worker.process` does the work."""
 
-import asyncio
-import logging
 import os
 
-from protos.process import run, start_logging
-from protos.rpc import Server, Service
-from protos.worker_pb2 import DESCRIPTOR
-from protos.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from worker.checkpoint import ModelError
-from worker.config import WorkerSettings
-from worker.loading import load_worker
-from worker.server import WorkerService
+# A thread that waits for the others of its OpenMP team spins, by default for milliseconds. The router and the scheduler
+# run on the same cores: with one more busy thread than cores, those that spin keep the one that all wait for off its
+# core, at each of the hundreds of barriers of a step, and a decode step of 14 ms was measured to take 1,700. Spinning
+# for some tens of microseconds costs a quiet machine nothing. libgomp reads this once, when torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-log = logging.getLogger("worker")
-
-
-async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
-    """Serves until `stop` is set, or the model turns out not to load; gives the process's exit status."""
-    service = WorkerService()
-    name = DESCRIPTOR.services_by_name["WorkerService"].full_name
-    server = Server([Service(name, add_WorkerServiceServicer_to_server, service)])
-    port = await server.start(settings.listen)
-    log.info("listening", extra={"address": settings.listen, "port": port})
-
-    loading = asyncio.ensure_future(service.load(lambda: load_worker(settings)))
-    stopped = asyncio.ensure_future(stop.wait())
-    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
-    if loading.done():
-        try:
-            loading.result()
-        except ModelError as error:
-            log.error("cannot load the model: %s", error)
-            return 1
-        except Exception:
-            log.exception("cannot load the model")
-            return 1
-        await server.set_serving(True)
-        log.info("serving")
-        await stopped
-    log.info("stopping")
-    await server.stop(settings.grace_s)
-    return 0
-
-
-def main() -> None:
-    """Parses the command line and serves."""
-    settings = WorkerSettings.parse("worker")
-    start_logging("worker", settings)
-    status = 0
-
-    async def until(stop: asyncio.Event) -> None:
-        nonlocal status
-        status = await serve(settings, stop)
-
-    run(until)
-    # The interpreter would wait for a thread that may be in the middle of a download or of a long step.
-    logging.shutdown()
-    os._exit(status)
-
+from worker.process import main
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,60 @@
+"""The worker as a process: serves at once, answers NOT_SERVING until the model is loaded, drains on SIGTERM."""
+
+import asyncio
+import logging
+import os
+
+from protos.process import run, start_logging
+from protos.rpc import Server, Service
+from protos.worker_pb2 import DESCRIPTOR
+from protos.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from worker.checkpoint import ModelError
+from worker.config import WorkerSettings
+from worker.loading import load_worker
+from worker.server import WorkerService
+
+log = logging.getLogger("worker")
+
+
+async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
+    """Serves until `stop` is set, or the model turns out not to load; gives the process's exit status."""
+    service = WorkerService()
+    name = DESCRIPTOR.services_by_name["WorkerService"].full_name
+    server = Server([Service(name, add_WorkerServiceServicer_to_server, service)])
+    port = await server.start(settings.listen)
+    log.info("listening", extra={"address": settings.listen, "port": port})
+
+    loading = asyncio.ensure_future(service.load(lambda: load_worker(settings)))
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if loading.done():
+        try:
+            loading.result()
+        except ModelError as error:
+            log.error("cannot load the model: %s", error)
+            return 1
+        except Exception:
+            log.exception("cannot load the model")
+            return 1
+        await server.set_serving(True)
+        log.info("serving")
+        await stopped
+    log.info("stopping")
+    await server.stop(settings.grace_s)
+    return 0
+
+
+def main() -> None:
+    """Parses the command line and serves."""
+    settings = WorkerSettings.parse("worker")
+    start_logging("worker", settings)
+    status = 0
+
+    async def until(stop: asyncio.Event) -> None:
+        nonlocal status
+        status = await serve(settings, stop)
+
+    run(until)
+    # The interpreter would wait for a thread that may be in the middle of a download or of a long step.
+    logging.shutdown()
+    os._exit(status)
