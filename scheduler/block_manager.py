@@ -24,7 +24,7 @@ class BlockManager:
             raise ValueError(f"a pool needs blocks, not {num_blocks} of {block_size} tokens")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # A stack: the block freed last is the one whose memory is warm, and memory that was never needed stays untouched.
+        # A stack: the block freed last is the warmest, and memory that was never needed stays untouched.
         self._free = list(reversed(range(num_blocks)))
         self._ref_counts = [0] * num_blocks
 
