@@ -87,32 +87,41 @@ def paged_attention(
         out[start:end] = _attend_chunk(q[start:end], k_cache, v_cache, table, length, scale)
 
     for group in _of_similar_length(decode_rows, lengths):
-        num_blocks = -(-lengths[group[0]] // block_size)
+        longest = lengths[group[0]]
+        num_blocks = -(-longest // block_size)
         if len(group) == len(lengths):  # the whole batch, as it stands: nothing to pick out or to put back
-            return _attend_decode(q, k_cache, v_cache, block_tables[:, :num_blocks], context_lengths, scale)
+            tables = block_tables[:, :num_blocks]
+            return _attend_decode(q, k_cache, v_cache, tables, context_lengths, longest, scale)
         rows = torch.tensor(group, device=q.device)
         tokens = query_starts[rows].long()
         tables = block_tables[rows, :num_blocks]
-        out[tokens] = _attend_decode(q[tokens], k_cache, v_cache, tables, context_lengths[rows], scale)
+        out[tokens] = _attend_decode(q[tokens], k_cache, v_cache, tables, context_lengths[rows], longest, scale)
     return out
 
 
 def _attend_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lengths: Tensor, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lengths: Tensor,
+    longest: int,
+    scale: float,
 ) -> Tensor:
     """One query per row, all rows at once; q: [num_rows, num_heads, head_dim]."""
     num_rows, _, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     blocks = block_tables.flatten()
     k, v = (
-        cache.index_select(0, blocks).view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+        cache.index_select(0, blocks).view(num_rows, -1, num_kv_heads, head_dim)[:, :longest].transpose(1, 2)
         for cache in (k_cache, v_cache)
     )  # [R, Hkv, L, D]
-    seen = torch.arange(k.shape[2], device=q.device) < context_lengths[:, None]  # [R, L]
     # The query heads of one K/V head stand where SDPA expects the queries of one head: its K and V are read once.
     grouped = q.view(num_rows, num_kv_heads, -1, head_dim)  # [R, Hkv, G, D]
-    out = scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
-    return out.reshape(q.shape)
+    mask = None
+    if num_rows > 1:
+        mask = (torch.arange(longest, device=q.device) < context_lengths[:, None])[:, None, None]  # [R, 1, 1, L]
+    return scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
 
 
 def _attend_chunk(

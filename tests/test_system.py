@@ -99,12 +99,16 @@ async def test_memory_is_steady_over_two_thousand_requests(running):
         await asyncio.gather(*(one(number) for number in range(num)))
 
     async with running.client() as stub:
-        await burst(stub, 600)
+        await burst(stub, 1000)
         before = {name: service.rss_bytes() for name, service in running.services.items()}
         await burst(stub, 2000)
         after = {name: service.rss_bytes() for name, service in running.services.items()}
     growth = {name: (after[name] - before[name]) / 2**20 for name in before}
-    assert all(mib < 12 for mib in growth.values()), f"MiB grown: {growth}"
+    # The worker still meets batches of a new size now and then, for which oneDNN makes code; a request that left behind
+    # a block's worth of KV, 0.35 MiB, would show ten times over.
+    assert growth["router"] < 8, growth
+    assert growth["scheduler"] < 8, growth
+    assert growth["worker"] < 64, growth
     await running.idle()
 
 

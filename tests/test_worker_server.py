@@ -202,6 +202,15 @@ def start(*arguments):
     )
 
 
+def test_the_process_spins_briefly_and_loads_nothing_heavy_beside_torch():
+    code = (
+        "import os, sys, worker.__main__;"
+        "print(os.environ['GOMP_SPINCOUNT'], {'torch', 'transformers', 'gguf', 'tokenizers'} & sys.modules.keys())"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], env={}, capture_output=True, text=True, check=True)
+    assert ended.stdout == "2000 {'torch'}\n"
+
+
 async def test_the_process_serves_and_ends_with_0_on_sigterm(checkpoint, tmp_path):
     address = f"unix:{tmp_path}/worker.sock"
     process = start("--model", checkpoint, "--listen", address, "--num-threads", 1, "--grace-s", 0)

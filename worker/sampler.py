@@ -53,15 +53,14 @@ class SamplingParameters:
             raise ValueError(f"min_p {message.min_p} is not in [0, 1]")
         if message.top_k < 0:
             raise ValueError(f"top_k {message.top_k} is less than 0")
-        if not all(0 <= token_id < vocabulary_size for token_id in message.stop_token_ids):
-            raise ValueError(f"stop_token_ids are not all below {vocabulary_size}, the size of the vocabulary")
         return cls(
             temperature=message.temperature,
             top_p=message.top_p,
             top_k=message.top_k or None,
             min_p=message.min_p,
             seed=message.seed,
-            stop_token_ids=tuple(message.stop_token_ids),
+            # One beyond the vocabulary is never drawn anyway.
+            stop_token_ids=tuple(id_ for id_ in message.stop_token_ids if 0 <= id_ < vocabulary_size),
             min_tokens=message.min_tokens,
             num_prompt_tokens=message.num_prompt_tokens,
         )
