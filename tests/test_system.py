@@ -144,6 +144,23 @@ async def test_sigterm_lets_a_live_stream_finish(model_dir):
             await channel.channel_ready()
 
 
+async def test_a_killed_worker_costs_a_pause_and_no_token(model_dir):
+    async with deployment(model_dir, worker=("--dtype", "float32")) as running:
+        wanted = [greedy("Once upon a time", 48), greedy("def fibonacci(n):", 48)]
+        undisturbed = [list(answer.outputs[0].token_ids) for answer in await running.complete(wanted)]
+        async with running.client() as stub:
+            streams = [aiter(stub.Generate(request)) for request in wanted]
+            tokens = [list((await anext(stream)).outputs[0].token_ids) for stream in streams]
+            worker = running.services["worker"]
+            worker.process.kill()
+            worker.process.wait()
+            running.start("worker", *worker.arguments)
+            for stream, received in zip(streams, tokens, strict=True):
+                async for message in stream:
+                    received += message.outputs[0].token_ids
+        assert tokens == undisturbed
+
+
 def grpcurl(target: str, *arguments: str, data: str | None = None, ok: bool = True) -> str:
     """What the real grpcurl prints."""
     tool = Path(sys.executable).parent / "grpcurl"
