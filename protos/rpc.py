@@ -4,6 +4,7 @@ Measured reasons for the options stand in grpc's own keepalive.md and beside eac
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from protos.errors import Refusal, Violation, invalid_argument, to_status
+from protos.errors import Refusal, Violation, invalid_argument, to_status, unavailable
 
 PUBLIC_MESSAGE_BYTES = 16 << 20
 INTERNAL_MESSAGE_BYTES = 64 << 20
@@ -86,7 +87,8 @@ class Server:
     def __init__(
         self, services: Sequence[Service], *, max_message_bytes: int = INTERNAL_MESSAGE_BYTES, reflect: bool = True
     ) -> None:
-        self._server = grpc.aio.server(interceptors=[_Boundary()], options=server_options(max_message_bytes))
+        self._boundary = _Boundary()
+        self._server = grpc.aio.server(interceptors=[self._boundary], options=server_options(max_message_bytes))
         self._health = health.aio.HealthServicer()
         self._names = ["", *(service.full_name for service in services)]
         self._serving: bool | None = None
@@ -126,7 +128,9 @@ class Server:
     async def stop(self, grace_s: float) -> None:
         """Says NOT_SERVING, refuses new calls, lets live ones finish for `grace_s` seconds, then cuts them."""
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+        # gRPC's own grace would wait for every open health watch too, and those end only when we do.
+        await self._boundary.drain(grace_s)
+        await self._server.stop(0)
 
 
 async def wait_for_serving(channel: grpc.aio.Channel, service: str = "") -> None:
@@ -149,11 +153,27 @@ async def wait_for_serving(channel: grpc.aio.Channel, service: str = "") -> None
 class _Malformed:
     """Stands for a request whose bytes are no message of its type."""
 
-    reason: str
+    refusal: Refusal
 
 
 class _Boundary(grpc.aio.ServerInterceptor):
-    """Turns what our servicers raise into statuses; their streaming methods are coroutines that `context.write`."""
+    """Turns what our servicers raise into statuses, and knows how many calls of ours are live.
+
+    The servicers' streaming methods are coroutines that call `context.write`.
+    """
+
+    def __init__(self) -> None:
+        self._num_live = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new calls; returns when none is live, or after `grace_s` seconds."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
 
     async def intercept_service(
         self,
@@ -167,21 +187,34 @@ class _Boundary(grpc.aio.ServerInterceptor):
         behaviour = getattr(handler, "_".join(kind))
 
         async def guarded(request: object, context: grpc.aio.ServicerContext) -> object:
+            self._num_live += 1
+            self._idle.clear()
             try:
+                if self._draining:
+                    raise unavailable("DRAINING", "this server is shutting down; retry, it or another will answer")
                 if isinstance(request, _Malformed):
-                    raise invalid_argument([Violation("request", request.reason)])
+                    raise request.refusal
                 return await behaviour(request, context)
             except Refusal as refusal:
                 await context.abort_with_status(rpc_status.to_status(to_status(refusal)))
+            except DecodeError as error:  # a later message of a stream
+                await context.abort_with_status(rpc_status.to_status(to_status(_malformed(error))))
             except (grpc.aio.AbortError, grpc.aio.UsageError):
                 raise
             except Exception:
                 log.exception("bug", extra={"method": details.method})
                 bug = Refusal(grpc.StatusCode.INTERNAL, "BUG", f"{details.method} failed; the server's log says why")
                 await context.abort_with_status(rpc_status.to_status(to_status(bug)))
+            finally:
+                self._num_live -= 1
+                if self._num_live == 0:
+                    self._idle.set()
 
         make = getattr(grpc, "_".join(kind) + "_rpc_method_handler")
-        return make(guarded, _forgiving(handler.request_deserializer), handler.response_serializer)
+        deserialize = handler.request_deserializer
+        if not handler.request_streaming:
+            deserialize = _forgiving(deserialize)
+        return make(guarded, deserialize, handler.response_serializer)
 
 
 def _forgiving(deserialize: Callable[[bytes], object]) -> Callable[[bytes], object]:
@@ -191,6 +224,10 @@ def _forgiving(deserialize: Callable[[bytes], object]) -> Callable[[bytes], obje
         try:
             return deserialize(data)
         except DecodeError as error:
-            return _Malformed(f"not a message of this type (strings must be UTF-8): {error}")
+            return _Malformed(_malformed(error))
 
     return attempt
+
+
+def _malformed(error: DecodeError) -> Refusal:
+    return invalid_argument([Violation("request", f"not a message of this type (strings must be UTF-8): {error}")])

@@ -448,3 +448,28 @@ async def test_health_follows_the_chain_down_and_up_again():
         await plane.replace_worker(FakeWorker(epoch=2))
         await wait_for_serving(plane.channel, "pagewire.v1.GenerationService")
         assert await waiting == "The", "what came meanwhile has waited"
+
+
+async def test_an_open_health_watch_does_not_hold_up_the_end_of_a_server():
+    async with control_plane(drain_grace_s=60.0) as plane:
+        watch = HealthStub(plane.channel).Watch(HealthCheckRequest())
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+    # the plane has ended, far within its grace, though nobody closed the watch
+    watch.cancel()
+
+
+async def test_a_draining_router_lets_live_streams_finish_and_refuses_new_ones():
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        messages = aiter(plane.generation.Generate(request(max_tokens=40)))
+        text = (await anext(messages)).outputs[0].text
+        worker.gate.clear()
+        plane.stop_router.set()
+        while await health_of(plane, "") == HealthCheckResponse.SERVING:
+            await asyncio.sleep(0.005)
+        error = await refusal_of(plane.generation.Generate(request(max_tokens=2)))
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+        assert error.reason == "DRAINING"
+        worker.gate.set()
+        text += "".join([m.outputs[0].text async for m in messages])
+        assert text == TEXT[:40]

@@ -213,7 +213,7 @@ def test_the_process_spins_briefly_and_loads_nothing_heavy_beside_torch():
 
 async def test_the_process_serves_and_ends_with_0_on_sigterm(checkpoint, tmp_path):
     address = f"unix:{tmp_path}/worker.sock"
-    process = start("--model", checkpoint, "--listen", address, "--num-threads", 1, "--grace-s", 0)
+    process = start("--model", checkpoint, "--listen", address, "--num-threads", 1, "--drain-grace-s", 0)
     try:
         async with asyncio.timeout(60), dial(address) as channel:
             await wait_for_serving(channel, NAME)

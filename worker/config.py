@@ -11,7 +11,7 @@ class WorkerSettings(Settings):
     """Serves one model's forward passes to a scheduler."""
 
     listen: str = Field("127.0.0.1:50053", description='address to serve on: "host:port" or "unix:/path"')
-    grace_s: float = Field(
+    drain_grace_s: float = Field(
         5, ge=0, description="seconds that open calls may go on after SIGTERM, for a scheduler that drains as well"
     )
 

@@ -40,7 +40,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
         log.info("serving")
         await stopped
     log.info("stopping")
-    await server.stop(settings.grace_s)
+    await server.stop(settings.drain_grace_s)
     return 0
 
 

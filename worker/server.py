@@ -77,8 +77,6 @@ class WorkerService(WorkerServiceServicer):
 
     def _submit(self, request: ExecuteModelRequest, call: _Call) -> "asyncio.Future[ExecuteModelResponse]":
         worker = self._require_loaded()
-        if not isinstance(request, ExecuteModelRequest):  # protos.rpc stands in for bytes that are no such message
-            raise invalid_argument([Violation("request", "not an ExecuteModelRequest")])
         if request.epoch != self._epoch:
             raise Refusal(
                 grpc.StatusCode.FAILED_PRECONDITION,

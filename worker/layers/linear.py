@@ -61,7 +61,9 @@ class Linear:
 
 def _multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_rows = x.shape[0]
-    x = pad(x, (0, 0, 0, padded_rows(num_rows) - num_rows))
+    num_padding = padded_rows(num_rows) - num_rows
+    if num_padding:
+        x = pad(x, (0, 0, 0, num_padding))
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")[:num_rows]
 
 
