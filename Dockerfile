@@ -65,7 +65,7 @@ CMD ["python", "-m", "scheduler", "--listen", "0.0.0.0:50052"]
 FROM services AS worker-libraries
 COPY --from=requirements /requirements/torch.txt /requirements/
 # Empty: the index that pip is configured with, usually PyPI, whose torch for Linux brings gigabytes of CUDA libraries.
-# The build for the CPU alone: --build-arg TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+# For the CPU alone: --build-arg TORCH_INDEX_URL= with PyTorch's index of CPU builds.
 ARG TORCH_INDEX_URL=""
 RUN pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} -r /requirements/torch.txt
 COPY --from=requirements /requirements/worker.txt /requirements/

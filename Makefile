@@ -28,9 +28,9 @@ format:
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The real containers, with Docker or without: see tests/compose_test.py.
+# The real containers, with Docker or without: see deploy/compose_test.py.
 compose-test: .venv/installed
-	$(BIN)/python tests/compose_test.py
+	$(BIN)/python deploy/compose_test.py
 
 .venv/installed: pyproject.toml hatch_build.py $(PROTOS)
 	@echo "setting up .venv (a minute or two the first time)"
