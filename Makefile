@@ -35,8 +35,8 @@ compose-test: .venv/installed
 .venv/installed: pyproject.toml hatch_build.py $(PROTOS)
 	@echo "setting up .venv (a minute or two the first time)"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[worker,dev]'
+	$(BIN)/pip install --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --disable-pip-version-check --editable '.[worker,dev]'
 	@touch $@
 
 clean:
