@@ -4,16 +4,20 @@ PagedAttention's block tables, reference counts and copy-on-write (Kwon et al., 
 are integers; nothing here knows what KV is or where it lies. Whether there is room is asked first
 (`num_blocks_to_append`, `num_free`); then the change can not fail.
 
-    allocate(sequence, n)        table covers n tokens: the prompt, at admission
+    allocate(sequence, n)        table covers n tokens: the prompt, at admission, behind what `match` found of it
     append_slots(sequence, n)    table covers n tokens, and none of the new ones falls into a shared block
     fork(parent, child)          child shares the parent's blocks
     free(sequence)               gives back what nobody else holds
+
+Every block is free, held by a table, or idle: held by none, but kept for the tokens in it (`prefix_cache.py`).
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 
-from scheduler.sequence import Sequence
+from scheduler.prefix_cache import Parent, PrefixCache
+from scheduler.sequence import Sequence, SequenceGroup
 
 
 class BlockManager:
@@ -27,11 +31,17 @@ class BlockManager:
         # A stack: the block freed last is the warmest, and memory that was never needed stays untouched.
         self._free = list(reversed(range(num_blocks)))
         self._ref_counts = [0] * num_blocks
+        self._cache = PrefixCache()
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated."""
-        return len(self._free)
+        """Blocks that can be allocated, the idle ones among them."""
+        return len(self._free) + self._cache.num_idle
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks in no table, kept for the tokens in them until their room is needed."""
+        return self._cache.num_idle
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
@@ -43,10 +53,35 @@ class BlockManager:
         num_blocks = max(0, self.num_blocks_for(num_tokens) - len(table))
         return num_blocks + self._writes_shared_block(sequence)
 
-    def allocate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Gives a sequence without blocks what `num_tokens` tokens need."""
+    def match(self, token_ids: "array[int]", salt: str) -> list[tuple[int, int]]:
+        """The longest run of blocks that hold these tokens from the first one on: (block, content number) of each.
+
+        The last token is left out: to sample behind it, it has to be computed.
+        """
+        found: list[tuple[int, int]] = []
+        parent: Parent = salt
+        for end in range(self.block_size, len(token_ids), self.block_size):
+            hit = self._cache.find(parent, token_ids[end - self.block_size : end].tobytes())
+            if hit is None:
+                break
+            found.append(hit)
+            parent = hit[1]
+        return found
+
+    def num_held_of(self, prefix: list[tuple[int, int]]) -> int:
+        """How many of these blocks are in a table, so that sharing them takes nothing from `num_free`."""
+        return sum(self._ref_counts[block] > 0 for block, _ in prefix)
+
+    def allocate(self, sequence: Sequence, num_tokens: int, prefix: list[tuple[int, int]] | None = None) -> None:
+        """Gives a sequence without blocks what `num_tokens` tokens need; `prefix` holds the first of them already."""
         assert not sequence.block_table, "allocated twice"
-        sequence.block_table.extend(self._take() for _ in range(self.num_blocks_for(num_tokens)))
+        for block, content in prefix or ():
+            self._cache.enter(block)
+            self._ref_counts[block] += 1
+            sequence.block_table.append(block)
+            sequence.contents.append(content)
+        sequence.num_computed_tokens = len(sequence.block_table) * self.block_size
+        self._extend(sequence, num_tokens)
 
     def append_slots(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         """Extends the table to `num_tokens` tokens, those from `num_computed_tokens` on about to be written.
@@ -61,9 +96,26 @@ class BlockManager:
             shared, table[index] = table[index], self._take()
             self._ref_counts[shared] -= 1
             copies.append((shared, table[index]))
-        while len(table) * self.block_size < num_tokens:
-            table.append(self._take())
+        self._extend(sequence, num_tokens)
         return copies
+
+    def remember(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> None:
+        """Makes the full blocks among the first `num_tokens` tokens, which a planned step has computed, findable."""
+        contents = sequence.contents
+        while (len(contents) + 1) * self.block_size <= num_tokens:
+            start = len(contents) * self.block_size
+            tokens = group.token_ids(sequence, start, start + self.block_size).tobytes()
+            parent: Parent = contents[-1] if contents else group.salt
+            contents.append(self._cache.add(sequence.block_table[len(contents)], parent, tokens))
+
+    def disown(self, sequence: Sequence) -> None:
+        """Forgets what this sequence's blocks hold: it is not to be trusted."""
+        for block in sequence.block_table:
+            self._cache.forget(block)
+
+    def disown_all(self) -> None:
+        """Forgets what all blocks hold: their memory is gone."""
+        self._free.extend(self._cache.clear())
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Gives `child`, which has no blocks, all those of `parent`."""
@@ -71,14 +123,16 @@ class BlockManager:
         for block in parent.block_table:
             self._ref_counts[block] += 1
         child.block_table.extend(parent.block_table)
+        child.contents.extend(parent.contents)
 
     def free(self, sequence: Sequence) -> None:
         """Takes all blocks from `sequence`; a second time changes nothing."""
-        for block in sequence.block_table:
+        for block in reversed(sequence.block_table):  # the deepest is left first, so it is evicted first
             self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
+            if self._ref_counts[block] == 0 and not self._cache.leave(block):
                 self._free.append(block)
-        del sequence.block_table[:]
+        del sequence.block_table[:], sequence.contents[:]
+        sequence.num_computed_tokens = 0
 
     def num_shared(self) -> int:
         """Blocks in more than one table."""
@@ -90,7 +144,9 @@ class BlockManager:
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & held.keys(), "a block is free and in a table"
-        assert len(free) + len(held) == self.num_blocks, "free + held is not total: a block leaked"
+        idle = self._cache.num_idle
+        assert len(free) + len(held) + idle == self.num_blocks, "free + held + idle is not total: a block leaked"
+        self._cache.check(free, set(held))
         for block, count in enumerate(self._ref_counts):
             assert count == held[block], f"block {block} has ref count {count} and is in {held[block]} tables"
 
@@ -98,7 +154,12 @@ class BlockManager:
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         return offset > 0 and self._ref_counts[sequence.block_table[index]] > 1
 
+    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
+        table = sequence.block_table
+        while len(table) * self.block_size < num_tokens:
+            table.append(self._take())
+
     def _take(self) -> int:
-        block = self._free.pop()
+        block = self._free.pop() if self._free else self._cache.evict()
         self._ref_counts[block] = 1
         return block

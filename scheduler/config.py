@@ -17,6 +17,7 @@ class SchedulerSettings(Settings):
     max_num_seqs: int = Field(128, ge=1, description="sequences that run together at most")
     max_waiting_requests: int = Field(4096, ge=1, description="requests that wait at most; more are refused")
     watermark: float = Field(0.01, ge=0, lt=1, description="share of the blocks that admission leaves free for growth")
+    prefix_caching: bool = Field(True, description="find blocks again by the tokens in them")
     lease_s: float = Field(5.0, gt=0, description="seconds that requests outlive a lost router")
     step_timeout_s: float = Field(120.0, gt=0, description="seconds after which a step's worker is given up")
     drain_grace_s: float = Field(30.0, ge=0, description="seconds that live requests get to finish after SIGTERM")
@@ -29,4 +30,10 @@ class SchedulerSettings(Settings):
 
     def policy(self) -> Policy:
         """The part that the core knows."""
-        return Policy(self.max_num_batched_tokens, self.max_num_seqs, self.max_waiting_requests, self.watermark)
+        return Policy(
+            self.max_num_batched_tokens,
+            self.max_num_seqs,
+            self.max_waiting_requests,
+            self.watermark,
+            self.prefix_caching,
+        )

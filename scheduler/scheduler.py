@@ -30,12 +30,14 @@ class Policy:
         max_num_seqs: running sequences at most.
         max_waiting_requests: groups in the waiting queue at most.
         watermark: share of the blocks that admission leaves free, so that what runs can grow.
+        prefix_caching: whether blocks are found again by the tokens in them.
     """
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_waiting_requests: int
     watermark: float = 0.01
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
@@ -106,6 +108,7 @@ class Scheduler:
         min_tokens: int = 0,
         stop_token_ids: Iterable[int] = (),
         sampling: Sampling | None = None,
+        salt: str = "",
         now: float,
         deadline: float | None = None,
     ) -> SequenceGroup:
@@ -131,6 +134,7 @@ class Scheduler:
             stop_token_ids=frozenset(stop_token_ids),
             sampling=sampling,
             arrival=now,
+            salt=salt,
             deadline=deadline,
         )
         self._groups[group.number] = group
@@ -171,6 +175,7 @@ class Scheduler:
         for group in self._groups.values():
             group.known_to_worker = False
         self._forget.clear()
+        self.blocks.disown_all()
         return lost
 
     def replace_pool(self, blocks: BlockManager) -> None:
@@ -187,6 +192,8 @@ class Scheduler:
         plan = Plan(self.num_steps)
         self._drop_expired(plan, now)
         self._schedule_running(plan)
+        for row in plan.rows:
+            self._remember(row)
         if not plan.num_preempted:
             self._admit(plan, now)
         if plan.rows:
@@ -208,6 +215,8 @@ class Scheduler:
             if failed and not failed.isdisjoint(range(first_place, place)):
                 if group.live:
                     outputs.failed.append(group)
+                    for live in group.live:
+                        self.blocks.disown(live)
                     self.abort(group)
                 continue
             if sequence.status is Status.RUNNING:
@@ -275,7 +284,7 @@ class Scheduler:
         victim.num_preemptions += 1
         self._to_waiting(victim)
 
-    def _add_row(self, plan: Plan, group: SequenceGroup, sequence: Sequence, num_new_tokens: int) -> None:
+    def _add_row(self, plan: Plan, group: SequenceGroup, sequence: Sequence, num_new_tokens: int) -> Row:
         samples: tuple[Sequence, ...] | list[Sequence] = ()
         end = sequence.num_computed_tokens + num_new_tokens
         if group.forked:
@@ -285,15 +294,29 @@ class Scheduler:
         if not group.known_to_worker:
             group.known_to_worker = True
             plan.new_groups.append(group)
-        plan.rows.append(Row(group, sequence, sequence.num_computed_tokens, num_new_tokens, samples))
+        row = Row(group, sequence, sequence.num_computed_tokens, num_new_tokens, samples)
+        plan.rows.append(row)
         plan.num_tokens += num_new_tokens
+        return row
+
+    def _remember(self, row: Row) -> None:
+        """Lets later rows, of this step already, find the blocks that `row` fills.
+
+        The worker writes the KV of a step's tokens before it attends to them, layer by layer, so a row may build on
+        what another row of the same step computes. A row that is remembered is sent: nothing takes it back.
+        """
+        if self.policy.prefix_caching:
+            self.blocks.remember(row.group, row.sequence, row.start + row.num_new_tokens)
 
     # Waiting groups
 
     def _admit(self, plan: Plan, now: float) -> None:
         num_seqs = sum(len(group.live) for group in self._running.values())
         while plan.num_tokens < self.policy.max_num_batched_tokens and (group := self._first_waiting()):
-            admission = self._can_allocate(group)
+            root = group.root
+            tokens = group.token_ids(root, 0, group.target(root))
+            prefix = self.blocks.match(tokens, group.salt) if self.policy.prefix_caching else []
+            admission = self._can_allocate(group, prefix)
             if admission is Admission.NEVER:
                 message = (
                     f"{group.n} x (a prompt of {group.num_prompt_tokens} tokens and one more) need more than the "
@@ -310,25 +333,26 @@ class Scheduler:
             self._running[group.number] = group
             for sequence in group.live:
                 sequence.move_to(Status.RUNNING)
+            self.blocks.allocate(root, len(tokens), prefix)
             if group.first_scheduled is None:
                 group.first_scheduled = now
-            root = group.root
-            self.blocks.allocate(root, group.target(root))
+                group.num_cached_prompt_tokens = root.num_computed_tokens
             budget = self.policy.max_num_batched_tokens - plan.num_tokens
-            self._add_row(plan, group, root, min(group.target(root), budget))
+            self._remember(self._add_row(plan, group, root, min(len(tokens) - root.num_computed_tokens, budget)))
 
     def _first_waiting(self) -> SequenceGroup | None:
         while self._waiting and not self._waiting[0][1].live:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
 
-    def _can_allocate(self, group: SequenceGroup) -> Admission:
+    def _can_allocate(self, group: SequenceGroup, prefix: list[tuple[int, int]]) -> Admission:
         """OK leaves the watermark free, unless nothing else runs: then nobody else is there to grow."""
         num_blocks = self._num_blocks_to_readmit(group)
         if num_blocks > self.blocks.num_blocks:
             return Admission.NEVER
         watermark = self._num_watermark_blocks if self._running else 0
-        return Admission.OK if num_blocks <= self.blocks.num_free - watermark else Admission.LATER
+        num_taken = num_blocks - self.blocks.num_held_of(prefix)
+        return Admission.OK if num_taken <= self.blocks.num_free - watermark else Admission.LATER
 
     def _num_blocks_to_readmit(self, group: SequenceGroup) -> int:
         """Blocks for the group's tokens and one more each: full prompt blocks once, the rest for each sequence."""
@@ -390,7 +414,6 @@ class Scheduler:
         del self._running[group.number]
         for sequence in group.live:
             self.blocks.free(sequence)
-            sequence.num_computed_tokens = 0
             sequence.move_to(Status.WAITING)
         group.forked = len(group.live) == 1
         heapq.heappush(self._waiting, (group.number, group))

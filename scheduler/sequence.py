@@ -46,11 +46,13 @@ class Sequence:
         num_tokens: prompt and output together.
         num_computed_tokens: how many of them have their KV in the blocks.
         block_table: physical block of each logical one. Only the block manager writes it.
+        contents: number in the prefix cache of what each full block holds. Only the block manager writes it.
         cumulative_logprob: sum over the output.
     """
 
     __slots__ = (
         "block_table",
+        "contents",
         "cumulative_logprob",
         "index",
         "num_computed_tokens",
@@ -65,6 +67,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.output_token_ids: array[int] = array("i")
         self.block_table: array[int] = array("i")
+        self.contents: list[int] = []
         self.cumulative_logprob = 0.0
         self.status = Status.WAITING
 
@@ -93,10 +96,12 @@ class SequenceGroup:
         min_tokens: output tokens before which no stop id ends a sequence.
         sampling: for the worker, unread here.
         arrival: time of submission, s.
+        salt: groups of different salts never share blocks.
         deadline: time after which nobody waits for it, s; None for never.
         live: its unfinished sequences, by index.
         forked: whether all live sequences have blocks.
         first_scheduled: time of the first plan that held it, s.
+        num_cached_prompt_tokens: prompt tokens whose KV was there already when it was first admitted.
         num_failed_steps: steps lost with their worker that this group was part of.
         known_to_worker: whether a plan has brought it to the worker.
     """
@@ -110,12 +115,14 @@ class SequenceGroup:
     stop_token_ids: frozenset[int]
     sampling: Sampling | None
     arrival: float
+    salt: str = ""
     deadline: float | None = None
     sequences: list[Sequence] = field(init=False)
     live: list[Sequence] = field(init=False)
     forked: bool = field(init=False)
     first_scheduled: float | None = None
     num_preemptions: int = 0
+    num_cached_prompt_tokens: int = 0
     num_failed_steps: int = 0
     known_to_worker: bool = False
 

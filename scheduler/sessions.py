@@ -230,7 +230,11 @@ def _finished_row(ticket: Ticket, end: Finished) -> pb.Finished:
         sequence_index=sequence.index,
         status=_FINISH_STATUS[sequence.status],
         cumulative_logprob=sequence.cumulative_logprob,
-        stats=pb.RequestStats(queue_ms=waited * 1e3, num_preemptions=group.num_preemptions),
+        stats=pb.RequestStats(
+            queue_ms=waited * 1e3,
+            num_preemptions=group.num_preemptions,
+            num_cached_prompt_tokens=group.num_cached_prompt_tokens,
+        ),
         message=end.message,
     )
     if end.stop_token_id is not None:

@@ -13,8 +13,10 @@ from scheduler.sequence import SequenceGroup, Status
 STOP = 2
 
 
-def make(num_blocks=100, block_size=4, budget=16, max_num_seqs=8, max_waiting=100, watermark=0.0) -> Scheduler:
-    policy = Policy(budget, max_num_seqs, max_waiting, watermark)
+def make(
+    num_blocks=100, block_size=4, budget=16, max_num_seqs=8, max_waiting=100, watermark=0.0, prefix_caching=False
+) -> Scheduler:
+    policy = Policy(budget, max_num_seqs, max_waiting, watermark, prefix_caching)
     return Scheduler(policy, BlockManager(num_blocks, block_size))
 
 

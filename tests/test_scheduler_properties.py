@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from scheduler.block_manager import BlockManager
-from scheduler.plan import Plan, StepResult
+from scheduler.plan import Plan, Row, StepResult
 from scheduler.scheduler import Policy, QueueFull, Scheduler
 from scheduler.sequence import SequenceGroup, Status
 
@@ -33,6 +33,41 @@ def expected_output(group: SequenceGroup, sequence_index: int) -> list[int]:
     return tokens
 
 
+class Memory:
+    """KV as a worker would hold it: in each slot the tokens whose KV it is, all that it depends on."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def clear(self) -> None:
+        self._slots.clear()
+
+    def execute(self, plan: Plan) -> None:
+        """Copies, writes what the rows compute, then reads all that they attend to."""
+        copied = {
+            (to, offset): self._slots[source, offset]
+            for source, to in plan.blocks_to_copy
+            for offset in range(self._block_size)
+            if (source, offset) in self._slots
+        }
+        self._slots |= copied
+        written = set()
+        for row in plan.rows:
+            for position in range(row.start, row.start + row.num_new_tokens):
+                slot = self._slot(row, position)
+                assert slot not in written, "two rows write one slot"
+                written.add(slot)
+                self._slots[slot] = tuple(row.group.token_ids(row.sequence, 0, position + 1))
+        for row in plan.rows:
+            for position in range(row.start + row.num_new_tokens):
+                tokens = tuple(row.group.token_ids(row.sequence, 0, position + 1))
+                assert self._slots.get(self._slot(row, position)) == tokens, "a row attends to another one's KV"
+
+    def _slot(self, row: Row, position: int) -> tuple[int, int]:
+        return row.sequence.block_table[position // self._block_size], position % self._block_size
+
+
 def run(plan: Plan) -> StepResult:
     samples = [(row, sequence) for row in plan.rows for sequence in row.samples]
     tokens = [next_token(row.group, sequence.index, row.start + row.num_new_tokens) for row, sequence in samples]
@@ -46,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         policy = Policy(max_num_batched_tokens=9, max_num_seqs=5, max_waiting_requests=6, watermark=0.1)
         self.core = Scheduler(policy, BlockManager(num_blocks=11, block_size=3))
+        self.memory = Memory(block_size=3)
         self.groups: list[SequenceGroup] = []
         self.ended: set[tuple[int, int]] = set()
         self.now = 0.0
@@ -53,20 +89,24 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.integers(1, 30),
+        branch=st.integers(0, 2),
+        salt=st.sampled_from(["", "", "tenant"]),
         n=st.integers(1, 4),
         max_tokens=st.integers(1, 12),
         min_tokens=st.integers(0, 3),
         patience=st.none() | st.floats(0.5, 20),
     )
-    def submit(self, prompt, n, max_tokens, min_tokens, patience):
+    def submit(self, prompt, branch, salt, n, max_tokens, min_tokens, patience):
         try:
             group = self.core.submit(
                 request_id=f"r{len(self.groups)}",
-                prompt_token_ids=array("i", range(100, 100 + prompt)),
+                # Prompts are beginnings of three long ones that part at their fifth token.
+                prompt_token_ids=array("i", [100 + place + 100 * branch * (place > 4) for place in range(prompt)]),
                 n=n,
                 max_tokens=max_tokens,
                 min_tokens=min_tokens,
                 stop_token_ids=[STOP],
+                salt=salt,
                 now=self.now,
                 deadline=None if patience is None else self.now + patience,
             )
@@ -86,12 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert row.start == row.sequence.num_computed_tokens
             table_end = len(row.sequence.block_table) * 3
             assert row.start + row.num_new_tokens <= table_end, "a token has no slot"
-        written = [
-            row.sequence.block_table[position // 3]
-            for row in plan.rows
-            for position in range(row.start, row.start + row.num_new_tokens)
-        ]
-        assert all(self.core.blocks._ref_counts[block] == 1 for block in written), "a shared block is written"
+        self.memory.execute(plan)
         for end in plan.ignored:
             self.end_once(end.group, end.sequence.index)
         if plan.rows:
@@ -113,7 +148,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_the_worker(self):
         self.core.requeue_running()
         self.in_flight = None
+        self.memory.clear()
         assert self.core.blocks.num_free == 11
+        assert self.core.blocks.num_idle == 0
 
     @precondition(lambda self: self.groups)
     @rule(pick=st.randoms(use_true_random=False))
