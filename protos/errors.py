@@ -13,6 +13,10 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 DOMAIN = "pagewire"
+# A status travels in trailers, which many peers bound at 8 KiB: what quotes or enumerates a request's parts is cut.
+_MAX_VIOLATIONS = 16
+_MAX_CHARS = 160
+_MAX_MESSAGE_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,16 @@ class Refusal(Exception):
         self.retry_delay_ms = retry_delay_ms
 
 
+class CannotListen(OSError):
+    """A server's address can not be bound; the message names it."""
+
+
 def invalid_argument(violations: Sequence[Violation]) -> Refusal:
-    """INVALID_ARGUMENT naming every violation; the message repeats them for clients that show no details."""
+    """INVALID_ARGUMENT naming the violations, the first of very many; the message repeats them for plain clients."""
+    if len(violations) > _MAX_VIOLATIONS:
+        left_out = Violation("request", f"{len(violations) - _MAX_VIOLATIONS} more violations are left out here")
+        violations = [*violations[:_MAX_VIOLATIONS], left_out]
+    violations = [Violation(_cut(v.field, _MAX_CHARS), _cut(v.description, _MAX_CHARS)) for v in violations]
     message = "; ".join(f"{violation.field}: {violation.description}" for violation in violations)
     return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", message, violations=violations)
 
@@ -86,12 +98,16 @@ def to_status(refusal: Refusal) -> Status:
         retry = RetryInfo()
         retry.retry_delay.FromMilliseconds(refusal.retry_delay_ms)
         details.append(retry)
-    status = Status(code=refusal.code.value[0], message=refusal.message)
+    status = Status(code=refusal.code.value[0], message=_cut(refusal.message, _MAX_MESSAGE_CHARS))
     for detail in details:
         packed = Any()
         packed.Pack(detail)
         status.details.append(packed)
     return status
+
+
+def _cut(text: str, num_chars: int) -> str:
+    return text if len(text) <= num_chars else text[: num_chars - 1] + "…"
 
 
 def from_status(code: grpc.StatusCode, message: str, status: Status | None) -> Refusal:

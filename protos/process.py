@@ -15,6 +15,8 @@ import uvloop
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
+from protos.errors import CannotListen
+
 _SERVICES = ("ROUTER", "SCHEDULER", "WORKER")
 
 
@@ -127,6 +129,6 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
 
     try:
         uvloop.run(supervised())
-    except OSError as error:
+    except CannotListen as error:
         logging.getLogger(__name__).error(str(error))
         sys.exit(1)

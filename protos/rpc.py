@@ -6,6 +6,7 @@ Measured reasons for the options stand in grpc's own keepalive.md and beside eac
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from protos.errors import Refusal, Violation, invalid_argument, to_status, unavailable
+from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to_status, unavailable
 
 PUBLIC_MESSAGE_BYTES = 16 << 20
 INTERNAL_MESSAGE_BYTES = 64 << 20
 # A health service name that is SERVING while the process lives, also while it loads and drains.
 LIVENESS = "liveness"
 
+_STOP_TIMEOUT_S = 2.0
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -68,6 +70,16 @@ def dial(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=options)
 
 
+def _answers(path: str) -> bool:
+    """Whether somebody listens on a Unix socket. gRPC would take the path over without a word, and TCP's refusal."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """A servicer with its registration: `Service(pb2.DESCRIPTOR..., add_XServicer_to_server, servicer)`."""
@@ -92,6 +104,7 @@ class Server:
         self._health = health.aio.HealthServicer()
         self._names = ["", *(service.full_name for service in services)]
         self._serving: bool | None = None
+        self._stopping = False
         for service in services:
             service.add_to_server(service.servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -105,19 +118,22 @@ class Server:
         """Binds `address` ("host:port", port 0 for any, or "unix:/path") and serves; gives the port.
 
         Raises:
-            OSError: the address can not be bound.
+            CannotListen: the address can not be bound.
         """
+        if address.startswith("unix:") and _answers(address.removeprefix("unix:")):
+            raise CannotListen(f"cannot listen on {address}: another process does")
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: is another process using it?") from error
+            raise CannotListen(f"cannot listen on {address}: is another process using it?") from error
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(False)
         await self._server.start()
         return port
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets the health of all services, and tells their watchers when it changed."""
+        """Sets the health of all services, and tells their watchers when it changed; a server that stops stays down."""
+        serving = serving and not self._stopping
         if serving == self._serving:
             return
         self._serving = serving
@@ -127,10 +143,14 @@ class Server:
 
     async def stop(self, grace_s: float) -> None:
         """Says NOT_SERVING, refuses new calls, lets live ones finish for `grace_s` seconds, then cuts them."""
-        await self._health.enter_graceful_shutdown()
+        self._stopping = True
+        await self.set_serving(False)
         # gRPC's own grace would wait for every open health watch too, and those end only when we do.
         await self._boundary.drain(grace_s)
-        await self._server.stop(0)
+        # A connection whose reader has stopped reading does not close, and gRPC would wait for it for ever.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await self._server.stop(0)
 
 
 async def wait_for_serving(channel: grpc.aio.Channel, service: str = "") -> None:

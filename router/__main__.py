@@ -41,9 +41,9 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
     log.info("listening", extra={"address": settings.listen, "scheduler": settings.scheduler})
     tasks = [asyncio.create_task(link.run()), asyncio.create_task(_mirror_health(link, server, changed))]
     stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", extra={"live": link.num_live})
-    await server.stop(settings.drain_grace_s)
+    await server.stop(settings.drain_grace_s if stopped in done else 0)
     for task in tasks:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)

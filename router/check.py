@@ -58,7 +58,7 @@ class CheckedRequest:
 def check_model(name: str, served: str) -> None:
     """Refuses a request for a model that is not served."""
     if name and name != served:
-        message = f"model: {name!r} is not served here; leave it empty or send {served!r}"
+        message = f"model: {name[:128]!r} is not served here; leave it empty or send {served!r}"
         raise Refusal(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", message)
 
 
@@ -99,6 +99,8 @@ def resolve(
     found = _Violations()
     num_prompt_tokens = len(prompt_token_ids)
     field = request.WhichOneof("prompt") or "prompt"
+    # A tokenizer may know tokens that the model has no embedding for.
+    found.violations += check_token_ids(field, prompt_token_ids, model.vocabulary_size)
     found.require(field, num_prompt_tokens > 0, "must not be empty: it gives no tokens")
     fits = num_prompt_tokens <= model.max_prompt_tokens
     found.require(field, fits, _too_long(f"has {num_prompt_tokens} tokens", model))
@@ -141,6 +143,31 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocabulary_size: int) 
     ]
 
 
+def check_length(request: pb.TokenizeRequest, model: ServedModel, max_token_bytes: int) -> None:
+    """Refuses what can not have as few tokens as a prompt may, without the seconds that tokenizing it takes."""
+    if violations := _length_violations(request, model, max_token_bytes):
+        raise invalid_argument(violations)
+
+
+def _length_violations(
+    request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel, max_token_bytes: int
+) -> list[Violation]:
+    found = _Violations()
+    match request.WhichOneof("prompt"):
+        case "text":
+            fewest = len(request.text.encode()) // max_token_bytes
+            found.require("text", fewest <= model.max_prompt_tokens, _too_long(f"has at least {fewest} tokens", model))
+        case "chat":
+            num_messages = len(request.chat.messages)
+            too_many = _too_long(f"are {num_messages}, each a token at least", model)
+            found.require("chat.messages", num_messages <= model.max_prompt_tokens, too_many)
+            fewest = (
+                sum(len(m.content.encode()) + len(m.role.encode()) for m in request.chat.messages) // max_token_bytes
+            )
+            found.require("chat", fewest <= model.max_prompt_tokens, _too_long(f"has at least {fewest} tokens", model))
+    return found.violations
+
+
 class _Violations:
     """Collects what is wrong."""
 
@@ -161,19 +188,19 @@ def _check_prompt(request: pb.GenerateRequest, model: ServedModel, max_token_byt
         case None:
             found.require("prompt", False, "is required: set text, token_ids or chat")
         case "text":
-            # A text this long is refused without the seconds that tokenizing it takes.
-            fewest = len(request.text.encode()) // max_token_bytes
             found.require("text", bool(request.text), "must not be empty")
-            found.require("text", fewest <= model.max_prompt_tokens, _too_long(f"has at least {fewest} tokens", model))
         case "token_ids":
-            found.require("token_ids.ids", bool(request.token_ids.ids), "must not be empty")
-            found.violations += check_token_ids("token_ids.ids", request.token_ids.ids, model.vocabulary_size)
+            ids = request.token_ids.ids
+            found.require("token_ids.ids", bool(ids), "must not be empty")
+            found.require(
+                "token_ids.ids", len(ids) <= model.max_prompt_tokens, _too_long(f"are {len(ids)} tokens", model)
+            )
+            found.violations += check_token_ids("token_ids.ids", ids[: model.context_length], model.vocabulary_size)
         case "chat":
             found.require("chat.messages", bool(request.chat.messages), "must not be empty")
-            for place, message in enumerate(request.chat.messages):
+            for place, message in enumerate(request.chat.messages[: model.context_length]):
                 found.require(f"chat.messages[{place}].role", bool(message.role), "must not be empty")
-            fewest = sum(len(message.content.encode()) for message in request.chat.messages) // max_token_bytes
-            found.require("chat", fewest <= model.max_prompt_tokens, _too_long(f"has at least {fewest} tokens", model))
+    found.violations += _length_violations(request, model, max_token_bytes)
 
 
 def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: _Violations) -> None:

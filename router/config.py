@@ -14,4 +14,5 @@ class RouterSettings(Settings):
     max_live_requests: int = Field(4096, ge=1, description="requests answered at once at most; more are refused")
     introspection: bool = Field(True, description="serve IntrospectionService")
     reflection: bool = Field(True, description="serve gRPC reflection")
+    write_stall_s: float = Field(60.0, gt=0, description="seconds after which a client that does not read is given up")
     drain_grace_s: float = Field(30.0, ge=0, description="seconds that live streams get to finish after SIGTERM")

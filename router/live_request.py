@@ -152,6 +152,8 @@ class LiveRequest:
     ) -> None:
         """Takes tokens of a sequence, the first of them its `first_index`-th; those already here are passed over."""
         stream = self.streams[sequence_index]
+        if stream.ended:  # told again after a lost connection
+            return None
         if first_index > stream.num_received:
             return self.fail(Refusal(grpc.StatusCode.INTERNAL, "BUG", "tokens were lost between scheduler and router"))
         if token_ids and not self.ttft_ms:

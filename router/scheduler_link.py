@@ -41,6 +41,8 @@ class SchedulerLink:
         self._draining = False
         self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self._lease: asyncio.TimerHandle | None = None
+        # What the last Hello told the scheduler to go on with.
+        self._resumed: set[int] = set()
 
     @property
     def serving(self) -> bool:
@@ -108,11 +110,12 @@ class SchedulerLink:
         await self._channel.close()
 
     async def _converse(self, call: grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]) -> None:
-        known = list(self._live)
+        await call.wait_for_connection()
         resume = [
-            pb.Resume(handle=handle, num_tokens=pack(stream.num_received for stream in self._live[handle].streams))
-            for handle in known
+            pb.Resume(handle=handle, num_tokens=pack(stream.num_received for stream in live.streams))
+            for handle, live in self._live.items()
         ]
+        self._resumed = {row.handle for row in resume}
         hello = pb.Hello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION, resume=resume)
         await call.write(pb.SessionRequest(hello=hello))
         self._outbox = asyncio.Queue()
@@ -175,12 +178,13 @@ class SchedulerLink:
         for handle, index, first_index, count in zip(*map(unpack, columns), strict=True):
             live = self._live.get(handle)
             if live is not None:
-                live.push(index, first_index, token_ids[position : position + count], ends.pop((handle, index), None))
+                tokens = token_ids[position : position + count]
+                _push(live, index, first_index, tokens, ends.pop((handle, index), None))
             position += count
         for (handle, index), end in ends.items():
             live = self._live.get(handle)
             if live is not None:
-                live.push(index, live.streams[index].num_received, (), end)
+                _push(live, index, live.streams[index].num_received, [], end)
 
     def _on_rejected(self, rejected: pb.Rejected) -> None:
         live = self._live.get(rejected.handle)
@@ -197,12 +201,16 @@ class SchedulerLink:
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
+        for handle in self._resumed - self._live.keys():  # their clients left between Hello and Welcome
+            self._send(pb.SessionRequest(cancel=pb.Cancel(handle=handle)))
         unknown = set(unpack(welcome.unknown_handles))
         for handle, live in list(self._live.items()):
+            if live.finished:  # its last message is on its way to the client
+                continue
             if handle in unknown and live.num_tokens == 0:
                 self._send_submit(live)
             elif handle in unknown:
-                live.fail(_lost("the scheduler was restarted"))
+                live.fail(_lost(live, "the scheduler does not know of it any more"))
             for stream in live.streams:
                 if stream.stopped and not stream.ended:
                     self.stop_sequence(handle, stream.index)
@@ -212,14 +220,28 @@ class SchedulerLink:
         if not self._connected:
             return
         self._connected = False
+        self.load = pb.Load()
         self._on_change()
         assert self.welcome is not None
         self._lease = asyncio.get_running_loop().call_later(self.welcome.lease_ms / 1e3, self._end_lease)
 
     def _end_lease(self) -> None:
         for live in self._live.values():
-            live.fail(_lost("the scheduler is gone"))
+            live.fail(_lost(live, "the scheduler is gone"))
 
 
-def _lost(why: str) -> Refusal:
-    return Refusal(grpc.StatusCode.ABORTED, "SCHEDULER_LOST", f"{why} while this request ran", retry_delay_ms=1000)
+def _push(live: LiveRequest, index: int, first_index: int, token_ids: list[int], end: pb.Finished | None) -> None:
+    """Hands tokens to their request; a bug in one request's text ends that request alone."""
+    try:
+        live.push(index, first_index, token_ids, end)
+    except Exception:
+        log.exception("bug", extra={"request_id": live.request.request_id})
+        live.fail(
+            Refusal(grpc.StatusCode.INTERNAL, "BUG", "the answer could not be written; the router's log says why")
+        )
+
+
+def _lost(live: LiveRequest, why: str) -> Refusal:
+    """UNAVAILABLE, which proxies retry, as long as the client has no token; then ABORTED, which they do not."""
+    code = grpc.StatusCode.ABORTED if live.num_tokens else grpc.StatusCode.UNAVAILABLE
+    return Refusal(code, "SCHEDULER_LOST", f"the request was lost: {why}", retry_delay_ms=1000)

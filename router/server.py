@@ -11,13 +11,13 @@ from protos import session_pb2
 from protos.errors import Refusal, Violation, invalid_argument, unavailable, unsupported
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1 import introspection_pb2
-from router.check import ServedModel, check_before_tokenizing, check_model, check_token_ids, resolve
+from router.check import ServedModel, check_before_tokenizing, check_length, check_model, check_token_ids, resolve
 from router.config import RouterSettings
 from router.live_request import LiveRequest
 from router.scheduler_link import SchedulerLink
 from router.tokenizer import ChatTemplateError, Tokenizer
 
-# Longer texts are tokenized beside the event loop, which all streams share: about 1 ms.
+# Longer texts are tokenized and decoded beside the event loop, which all streams share: this takes about 1 ms.
 _INLINE_CHARS = 4096
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class GenerationService:
             last = False
             while not last:
                 response, last = await live.take()
-                await context.write(response)
+                await self._write(response, context)
 
     async def Complete(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.CompleteResponse:
         """Answers the same request whole."""
@@ -56,7 +56,9 @@ class GenerationService:
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         """Token ids as Generate would see them."""
-        check_model(request.model, self._model().name)
+        model = self._model()
+        check_model(request.model, model.name)
+        check_length(request, model, self._tokenizer.max_token_bytes)
         match request.WhichOneof("prompt"):
             case "text":
                 special = request.add_special_tokens or not request.HasField("add_special_tokens")
@@ -73,6 +75,9 @@ class GenerationService:
         """Text of token ids."""
         model = self._model()
         check_model(request.model, model.name)
+        if len(request.token_ids) > model.context_length:
+            too_many = f"are {len(request.token_ids)}; at most {model.context_length}, the context length, are taken"
+            raise invalid_argument([Violation("token_ids", too_many)])
         if violations := check_token_ids("token_ids", request.token_ids, model.vocabulary_size):
             raise invalid_argument(violations)
         skip = request.skip_special_tokens or not request.HasField("skip_special_tokens")
@@ -98,6 +103,15 @@ class GenerationService:
             max_num_seqs=welcome.limits.max_num_seqs,
             eos_token_ids=model.defaults.eos_token_ids,
         )
+
+    async def _write(self, response: pb.GenerateResponse, context: grpc.aio.ServicerContext) -> None:
+        """Writes to the client; one that has stopped reading holds its place for a bounded time only."""
+        try:
+            async with asyncio.timeout(self._settings.write_stall_s):
+                await context.write(response)
+        except TimeoutError:
+            message = f"the client has read nothing for {self._settings.write_stall_s:g} s"
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT_STALLED", message) from None
 
     async def admit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> LiveRequest:
         """Checks, tokenizes and submits a request."""

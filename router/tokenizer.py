@@ -67,7 +67,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's ways to encode, the batched ones alone leave the interpreter to other threads meanwhile.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are no character become U+FFFD."""

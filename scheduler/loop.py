@@ -52,12 +52,13 @@ class SchedulerLoop:
         self._sessions = sessions
         self._clock = clock
         self._work = asyncio.Event()
-        self._idling = asyncio.Event()
+        self._settled = asyncio.Event()
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
-        """There may be something to plan."""
+        """There may be something to plan, or no worker to plan for any more."""
         self._work.set()
+        self._settled.set()
 
     async def run(self) -> None:
         """Runs for ever: through idle times, and through as many workers as it takes."""
@@ -85,10 +86,11 @@ class SchedulerLoop:
 
     async def drained(self, grace_s: float) -> None:
         """Returns when no request is live, or after `grace_s` seconds."""
-        if self.core is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    await self._idling.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self.core is not None and self.core.num_running + self.core.num_waiting:
+                    self._settled.clear()
+                    await self._settled.wait()
 
     def _set_serving(self, serving: bool) -> None:
         self.serving = serving
@@ -131,8 +133,8 @@ class SchedulerLoop:
                 waited_ms = (start - group.arrival) * 1e3
                 self._fail(group, grpc.StatusCode.DEADLINE_EXCEEDED, f"its deadline passed after {waited_ms:.0f} ms")
             if not plan.rows:
-                await self._idle()
                 await self._link.check()
+                await self._idle()
                 continue
             result = await self._link.execute(plan)
             outputs = self.core.update(plan, result)
@@ -141,18 +143,17 @@ class SchedulerLoop:
             self._sessions.deliver_tokens(outputs.new_tokens)
             self.deliver_finished(outputs.finished)
             self._note_step(plan, start)
+            self._settled.set()
 
     async def _idle(self) -> None:
         """Waits for work, but not past the next deadline."""
         assert self.core is not None
         self._work.clear()
-        self._idling.set()
         deadline = self.core.next_deadline
         timeout_s = None if deadline is None else max(0.0, deadline - self._clock())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._work.wait()
-        self._idling.clear()
 
     def _recover(self, lost: WorkerLost) -> None:
         assert self.core is not None

@@ -211,6 +211,7 @@ class Scheduler:
         place = 0
         for row in plan.rows:
             group, sequence = row.group, row.sequence
+            group.num_failed_steps = 0
             first_place, place = place, place + len(row.samples)
             if failed and not failed.isdisjoint(range(first_place, place)):
                 if group.live:

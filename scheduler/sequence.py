@@ -102,7 +102,7 @@ class SequenceGroup:
         forked: whether all live sequences have blocks.
         first_scheduled: time of the first plan that held it, s.
         num_cached_prompt_tokens: prompt tokens whose KV was there already when it was first admitted.
-        num_failed_steps: steps lost with their worker that this group was part of.
+        num_failed_steps: steps in a row that were lost with their worker while this group ran.
         known_to_worker: whether a plan has brought it to the worker.
     """
 

@@ -64,12 +64,17 @@ class SessionService:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
             if self._sessions.disconnect(session, outbox):
                 live = sum(bool(ticket.group.live) for ticket in session.tickets.values())
                 log.info("router disconnected", extra={"router_id": session.router_id, "live": live})
                 timer = asyncio.get_running_loop().call_later(self._settings.lease_s, self._end_lease, session)
                 self._leases[session.router_id] = timer
+        for result in results:
+            if isinstance(result, Exception) and not isinstance(
+                result, grpc.aio.BaseError
+            ):  # which is gRPC's: it broke
+                raise result
 
     async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> pb.GetStateResponse:
         """Queues and blocks as they are now."""
@@ -163,6 +168,8 @@ class SessionService:
 
     async def _read(self, session: RouterSession, outbox: Outbox, context: grpc.aio.ServicerContext) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
+            if session.outbox is not outbox:
+                return  # the router has opened a newer stream, and said there what counts
             match message.WhichOneof("message"):
                 case "submit":
                     self._submit(session, outbox, message.submit)
@@ -210,6 +217,7 @@ class SessionService:
         if ticket is not None:
             self._sessions.forget(ticket)
             self._core().abort(ticket.group)
+            self._loop.wake()
             log.info("request cancelled", extra={"request_id": ticket.group.request_id})
 
     def _stop_sequence(self, session: RouterSession, stop: pb.StopSequence) -> None:
@@ -218,12 +226,14 @@ class SessionService:
             finished = self._core().stop(ticket.group, stop.sequence_index)
             if finished is not None:
                 self._loop.deliver_finished([finished])
+                self._loop.wake()
 
     def _end_lease(self, session: RouterSession) -> None:
         self._leases.pop(session.router_id, None)
         groups = [group for group in self._sessions.drop(session) if group.live]
         for group in groups:
             self._core().abort(group)
+        self._loop.wake()
         if groups:
             facts = {"router_id": session.router_id, "aborted": len(groups)}
             log.warning("router did not come back within the lease", extra=facts)

@@ -305,6 +305,20 @@ async def test_a_worker_of_another_block_size_is_refused_until_the_right_one_com
         assert await plane.text(max_tokens=3) == "The"
 
 
+async def test_workers_lost_now_and_then_do_not_add_up():
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        messages = aiter(plane.generation.Generate(request(max_tokens=150)))
+        text = ""
+        for _ in range(4):
+            text += (await anext(messages)).outputs[0].text
+            worker.explode = 1
+            while worker.explode:
+                text += (await anext(messages)).outputs[0].text
+        text += "".join([m.outputs[0].text async for m in messages])
+        assert text == (TEXT * 4)[:150]
+
+
 async def test_a_request_that_loses_three_workers_fails_alone():
     worker = FakeWorker()
     async with control_plane(worker) as plane:
@@ -352,6 +366,25 @@ async def test_each_bad_field_is_named_with_what_would_be_right_and_the_service_
                 assert error.code is grpc.StatusCode.INVALID_ARGUMENT, (field, error.message)
                 assert error.reason == "INVALID_REQUEST"
                 assert [v for v in error.violations if v.field == field and words in v.description], error.violations
+        assert await plane.text(max_tokens=3) == "The"
+
+
+async def test_errors_about_very_large_requests_are_cut_to_what_trailers_hold():
+    many = [pb.ChatMessage(content="x")] * 5000
+    bias = dict.fromkeys(range(5000), 1000000.0)
+    refused = [
+        (pb.GenerateRequest(chat=pb.Chat(messages=many)), "chat.messages[0].role"),
+        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(logit_bias=bias)), "sampling.logit_bias"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[999] * 100_000)), "token_ids.ids[0]"),
+        (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="é" * 90_000)])), "chat"),
+    ]
+    async with control_plane() as plane:
+        for wanted, field in refused:
+            error = await refusal_of(plane.generation.Complete(wanted))
+            assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert any(violation.field.startswith(field) for violation in error.violations)
+        error = await refusal_of(plane.generation.Complete(pb.GenerateRequest(text="x", model="m" * 1_000_000)))
+        assert error.code is grpc.StatusCode.NOT_FOUND
         assert await plane.text(max_tokens=3) == "The"
 
 
@@ -456,6 +489,20 @@ async def test_an_open_health_watch_does_not_hold_up_the_end_of_a_server():
         assert (await watch.read()).status == HealthCheckResponse.SERVING
     # the plane has ended, far within its grace, though nobody closed the watch
     watch.cancel()
+
+
+async def test_a_stopping_router_is_not_serving_but_alive():
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        worker.gate.clear()
+        stream = plane.generation.Generate(request(max_tokens=3))
+        await plane.until(lambda state: state.num_running == 1)
+        plane.stop_router.set()
+        while await health_of(plane, "") == HealthCheckResponse.SERVING:
+            await asyncio.sleep(0.005)
+        assert await health_of(plane, "liveness") == HealthCheckResponse.SERVING
+        worker.gate.set()
+        assert "".join([m.outputs[0].text async for m in stream]) == "The"
 
 
 async def test_a_draining_router_lets_live_streams_finish_and_refuses_new_ones():

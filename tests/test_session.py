@@ -110,6 +110,25 @@ async def test_a_request_outlives_its_lost_stream_and_a_resumption_gets_what_was
         router.call.cancel()
 
 
+async def test_the_end_of_a_sequence_that_is_told_twice_is_taken_once():
+    """Sequence 0 has ended when the router's session breaks; the resumption tells of its end again."""
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        wanted = request("hello", max_tokens=40, strings=["The quick"])
+        wanted.sampling.n = 2
+        ends: list[int] = []
+        texts = ["", ""]
+        async for message in plane.generation.Generate(wanted):
+            for output in message.outputs:
+                texts[output.index] += output.text
+                if output.finish_reason:
+                    ends.append(output.index)
+                    if output.index == 0:
+                        await plane.cut_sessions()
+        assert ends == [0, 1]
+        assert texts == ["", TEXT[1:41]]
+
+
 async def test_a_router_that_stays_away_loses_its_requests_when_the_lease_ends():
     worker = FakeWorker()
     async with plane_and_router(worker, lease_s=0.05) as (plane, router):
