@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROTOS := $(shell find protos -name '*.proto')
 
-.PHONY: demo test up protos lint format bench compose-test clean
+.PHONY: demo test up protos lint format compose-test clean
 
 # The main job on a bare machine: the real model through the real three processes, once.
 demo: .venv/installed
@@ -21,10 +21,10 @@ lint: .venv/installed
 up: .venv/installed
 	@$(BIN)/pagewire up
 
-protos:
+protos: .venv/installed
 	$(BIN)/python hatch_build.py
 
-format:
+format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -22,6 +22,8 @@ from scheduler.sequence import SequenceGroup
 from scheduler.sessions import Sessions
 from scheduler.worker_link import WorkerLink, WorkerLost
 
+# How long the end of a request can be told again: until keepalive has noticed that a router's connection is dead.
+_RETENTION_S = 60.0
 log = logging.getLogger(__name__)
 
 
@@ -99,13 +101,17 @@ class SchedulerLoop:
 
     def _adopt(self, info: GetInfoResponse) -> bool:
         """Takes a worker for the model that is served; False for one of another model."""
+        policy = self._settings.policy()
+        if info.max_num_batched_tokens < policy.max_num_batched_tokens:
+            message = (
+                f"--max-num-batched-tokens {policy.max_num_batched_tokens} is more than the "
+                f"{info.max_num_batched_tokens} that the worker has room for"
+            )
+            if self.core is None:
+                raise ValueError(message)
+            log.error("worker refused: %s", message)
+            return False
         if self.core is None:
-            policy = self._settings.policy()
-            if info.max_num_batched_tokens < policy.max_num_batched_tokens:
-                raise ValueError(
-                    f"--max-num-batched-tokens {policy.max_num_batched_tokens} is more than the "
-                    f"{info.max_num_batched_tokens} that the worker has room for"
-                )
             self.core = Scheduler(policy, BlockManager(info.num_blocks, info.block_size))
             self.info = info
             self.ready.set()
@@ -126,7 +132,7 @@ class SchedulerLoop:
         assert self.core is not None
         while True:
             start = self._clock()
-            self._sessions.purge(start - self._settings.lease_s)
+            self._sessions.purge(start - max(_RETENTION_S, self._settings.lease_s))
             plan = self.core.schedule(start)
             self.deliver_finished(plan.ignored)
             for group in plan.expired:
@@ -169,11 +175,10 @@ class SchedulerLoop:
         """Tells the router that a group, which has ended, ended in an error."""
         ticket = self._sessions.ticket(group)
         if ticket is not None:
-            log.error(message, extra={"request_id": group.request_id})
-            if ticket.session.outbox is not None:
-                rejected = pb.Rejected(handle=ticket.handle, code=code.value[0], message=message)
-                ticket.session.outbox.put(pb.SessionResponse(rejected=rejected))
-            self._sessions.forget(ticket)
+            level = logging.ERROR if code is grpc.StatusCode.INTERNAL else logging.INFO
+            log.log(level, message, extra={"request_id": group.request_id})
+            rejected = pb.Rejected(handle=ticket.handle, code=code.value[0], message=message)
+            self._sessions.reject(ticket, rejected, self._clock())
 
     def deliver_finished(self, finished: list[Finished]) -> None:
         """Tells routers of sequences that ended."""

@@ -50,7 +50,7 @@ class Plan:
 
     Attributes:
         blocks_to_copy: pairs (from, to), before the forward.
-        ignored: sequences of groups that are too large for the pool; they have ended.
+        ignored: sequences of groups that are too large for the pool, or for the one that replaced it; they have ended.
         expired: groups whose deadline passed; they have ended.
         new_groups: groups in the rows that the worker has not seen.
         forget: numbers of requests that the worker has seen and nobody needs.

@@ -324,7 +324,9 @@ class Scheduler:
                     f"{self.blocks.num_blocks} KV blocks of {self.blocks.block_size} tokens that there are"
                 )
                 for sequence in list(group.live):
-                    self._finish(group, sequence, Status.FINISHED_IGNORED)
+                    # With output it had its blocks once, in a larger pool of an earlier worker.
+                    capped = bool(sequence.output_token_ids)
+                    self._finish(group, sequence, Status.FINISHED_LENGTH_CAPPED if capped else Status.FINISHED_IGNORED)
                     plan.ignored.append(Finished(group, sequence, message=message))
                 continue
             num_seqs += len(group.live)

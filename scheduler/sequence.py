@@ -27,7 +27,13 @@ class Status(enum.Enum):
 
 
 _LEGAL = {
-    Status.WAITING: {Status.RUNNING, Status.FINISHED_STOPPED, Status.FINISHED_ABORTED, Status.FINISHED_IGNORED},
+    Status.WAITING: {
+        Status.RUNNING,
+        Status.FINISHED_STOPPED,
+        Status.FINISHED_LENGTH_CAPPED,  # preempted for ever: its pool was replaced by a smaller one
+        Status.FINISHED_ABORTED,
+        Status.FINISHED_IGNORED,
+    },
     Status.RUNNING: {
         Status.WAITING,  # preempted
         Status.FINISHED_STOPPED,

@@ -54,12 +54,13 @@ class SessionService:
         if lease := self._leases.pop(session.router_id, None):
             lease.cancel()
         log.info("router connected", extra={"router_id": session.router_id})
-        self._welcome(session, outbox, hello)
-        tasks = [
-            asyncio.create_task(self._read(session, outbox, context)),
-            asyncio.create_task(_write(outbox, context)),
-        ]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            self._welcome(session, outbox, hello)
+            tasks += [
+                asyncio.create_task(self._read(session, outbox, context)),
+                asyncio.create_task(_write(outbox, context)),
+            ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
@@ -118,7 +119,7 @@ class SessionService:
         self._draining = True
         for session in self._sessions:
             if session.outbox is not None:
-                session.outbox.put(pb.SessionResponse(drain=pb.Drain(grace_ms=int(grace_s * 1e3))))
+                session.outbox.put(_drain(grace_s))
 
     def close(self) -> None:
         """Ends all streams once they have taken what is left for them; stop() would wait its whole grace for them."""
@@ -160,6 +161,8 @@ class SessionService:
         )
         outbox.put(pb.SessionResponse(welcome=welcome))
         outbox.put_load(self._load)
+        if self._draining:
+            outbox.put(_drain(self._settings.drain_grace_s))
         for handle, ticket in list(session.tickets.items()):
             if handle in resumed:
                 self._sessions.resume(ticket, unpack(resumed[handle].num_tokens))
@@ -209,7 +212,7 @@ class SessionService:
                 return _reject(outbox, submit.handle, grpc.StatusCode.INVALID_ARGUMENT, str(error))
             self._sessions.add(session, submit.handle, group)
             self._loop.wake()
-        accepted = pb.Accepted(handle=submit.handle, queue_position=self._core().num_waiting)
+        accepted = pb.Accepted(handle=submit.handle)
         return outbox.put(pb.SessionResponse(accepted=accepted))
 
     def _cancel(self, session: RouterSession, handle: int) -> None:
@@ -242,6 +245,10 @@ class SessionService:
 async def _write(outbox: Outbox, context: grpc.aio.ServicerContext) -> None:
     while (message := await outbox.take()) is not None:
         await context.write(message)
+
+
+def _drain(grace_s: float) -> pb.SessionResponse:
+    return pb.SessionResponse(drain=pb.Drain(grace_ms=int(grace_s * 1e3)))
 
 
 def _reject(outbox: Outbox, handle: int, code: grpc.StatusCode, message: str, retry_delay_ms: int = 0) -> None:

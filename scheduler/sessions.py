@@ -95,12 +95,13 @@ class Outbox:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A router's request: its group, and the ends of its sequences for a router that must hear of them again."""
+    """A router's request: its group, and how it ended, for a router that must hear of it again."""
 
     session: "RouterSession"
     handle: int
     group: SequenceGroup
     finished: list[pb.Finished] = field(default_factory=list)
+    rejected: pb.Rejected | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +109,7 @@ class RouterSession:
     """One router process, connected or for a while not.
 
     Attributes:
-        tickets: its requests by handle. Those that ended stay for the lease, in case their end was lost on the way.
+        tickets: its requests by handle. Those that ended stay for a while, in case their end was lost on the way.
         outbox: None while disconnected.
     """
 
@@ -210,6 +211,13 @@ class Sessions:
                 ended[end.group.number] = ticket
         return list(ended.values())
 
+    def reject(self, ticket: Ticket, rejected: pb.Rejected, now: float) -> None:
+        """Queues the error that a request, whose group has ended, ends in."""
+        ticket.rejected = rejected
+        if ticket.session.outbox is not None:
+            ticket.session.outbox.put(pb.SessionResponse(rejected=rejected))
+        self.end(ticket, now)
+
     def resume(self, ticket: Ticket, num_tokens: "array[int]") -> None:
         """Queues what a reconnected router has not got: it has `num_tokens` of each sequence's tokens."""
         outbox = ticket.session.outbox
@@ -220,6 +228,8 @@ class Sessions:
                 outbox.put_tokens(ticket.handle, sequence.index, num, missing)
         for row in ticket.finished:
             outbox.put_finished(row)
+        if ticket.rejected is not None:
+            outbox.put(pb.SessionResponse(rejected=ticket.rejected))
 
 
 def _finished_row(ticket: Ticket, end: Finished) -> pb.Finished:

@@ -22,6 +22,7 @@ from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 from protos.rpc import Server, Service, dial, wait_for_serving
 from protos.sampling_pb2 import Sampling
+from protos.session_pb2_grpc import SessionServiceStub
 from protos.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from router.config import RouterSettings
 from router.tokenizer import Tokenizer
@@ -136,6 +137,7 @@ class Proxy:
     """Passes bytes between two Unix sockets until it is cut."""
 
     def __init__(self, target: str) -> None:
+        self.refusing = False
         self._target = target
         self._writers: list[asyncio.StreamWriter] = []
 
@@ -148,6 +150,9 @@ class Proxy:
         self._writers.clear()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.refusing:
+            writer.close()
+            return
         try:
             back, forth = await asyncio.open_unix_connection(self._target)
         except OSError:
@@ -203,9 +208,17 @@ class ControlPlane:
         self.worker = worker
         self.worker_server = await start_worker(worker, f"unix:{self.directory}/w")
 
-    async def cut_sessions(self) -> None:
-        """Breaks the connection between router and scheduler, which both live on."""
+    async def cut_sessions(self, refuse: bool = False) -> None:
+        """Breaks the connection between router and scheduler, which both live on, and may keep it broken."""
+        self.proxy.refusing = refuse
         await self.proxy.cut()
+
+    async def until_scheduler(self, holds: Callable[[session_pb2.GetStateResponse], bool]) -> None:
+        """Returns when `holds` for the scheduler's own answer, which needs no router."""
+        async with dial(self.scheduler_address) as channel:
+            stub = SessionServiceStub(channel)
+            while not holds(await stub.GetState(session_pb2.GetStateRequest())):
+                await asyncio.sleep(0.005)
 
     async def text(self, prompt: str = "p", **stop: object) -> str:
         response = await self.generation.Complete(request(prompt, **stop))

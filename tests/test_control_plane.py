@@ -96,7 +96,9 @@ async def test_a_stop_string_in_one_sequence_leaves_the_others_running():
 async def test_min_tokens_holds_stop_strings_off():
     async with control_plane() as plane:
         text = await plane.text(max_tokens=100, min_tokens=20, strings=["The"])
-        assert text == TEXT  # the second "The" ends it
+        assert text == TEXT, 'the second "The" ends it'
+        assert await plane.text(max_tokens=100, min_tokens=2, strings=["e"]) == "Th", "the third token may end it"
+        assert await plane.text(max_tokens=100, min_tokens=3, strings=["e"]) == "The quick brown fox jumps ov"
 
 
 async def test_a_stop_id_ends_the_text_before_it_and_is_reported():
@@ -213,6 +215,7 @@ async def test_a_deadline_reaches_the_scheduler():
         error = await refusal_of(plane.generation.Complete(request(max_tokens=3), timeout=0.2))
         assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
         worker.gate.set()
+        await plane.until(lambda state: state.num_waiting == 0)
         async for _ in first:
             pass
 

@@ -158,6 +158,53 @@ async def test_a_router_that_comes_back_without_a_request_has_given_it_up():
         router.call.cancel()
 
 
+async def test_a_deadline_ends_a_request_at_the_scheduler_by_itself():
+    worker = FakeWorker()
+    async with plane_and_router(worker, max_num_seqs=1) as (plane, router):
+        await router.open()
+        worker.gate.clear()
+        await router.submit(handle=1, request_id="r1", max_tokens=30)
+        await plane.until(lambda state: state.num_running == 1)
+        await router.submit(handle=2, request_id="r2", max_tokens=30, timeout_ms=1)
+        await router.next("accepted")
+        await router.next("accepted")
+        worker.gate.set()
+        rejected = (await router.next("rejected")).rejected
+        assert (rejected.handle, rejected.code) == (2, grpc.StatusCode.DEADLINE_EXCEEDED.value[0])
+        router.call.cancel()
+
+
+async def test_an_error_that_nobody_was_there_to_hear_is_told_on_resumption():
+    worker = FakeWorker()
+    async with plane_and_router(worker) as (plane, router):
+        await router.open()
+        worker.gate.clear()
+        worker.explode = 3
+        await router.submit(max_tokens=30)
+        await router.next("accepted")
+        router.call.cancel()
+        worker.gate.set()
+        await plane.until(lambda state: state.num_running + state.num_waiting == 0)
+        welcome = (await router.open(resume=[pb.Resume(handle=1, num_tokens=pack([0]))])).welcome
+        assert not welcome.unknown_handles
+        assert (await router.next("rejected")).rejected.code == grpc.StatusCode.INTERNAL.value[0]
+        router.call.cancel()
+
+
+async def test_an_older_stream_of_a_router_is_not_obeyed_any_more():
+    worker = FakeWorker()
+    async with plane_and_router(worker) as (plane, router), dial(plane.scheduler_address) as channel:
+        await router.open()
+        newer = HandRouter(channel)
+        await newer.open()
+        await router.submit(handle=7, max_tokens=50)
+        await newer.submit(handle=8, request_id="r8", max_tokens=2)
+        assert await newer.tokens(2)
+        assert (await plane.state()).num_running == 0
+        router.call.cancel()
+        newer.call.cancel()
+
+
 async def test_submitting_twice_is_as_once_and_another_routers_id_is_refused():
     worker = FakeWorker()
     async with plane_and_router(worker) as (plane, router), dial(plane.scheduler_address) as channel:
@@ -206,6 +253,34 @@ async def test_a_request_the_core_refuses_is_rejected_and_the_session_goes_on():
         await router.submit(handle=2, max_tokens=2)
         assert len(await router.tokens(2)) == 2
         router.call.cancel()
+
+
+async def test_a_client_that_leaves_during_an_outage_leaves_nothing_running():
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        call = plane.generation.Generate(request("hello", max_tokens=150))
+        await anext(aiter(call))
+        worker.gate.clear()
+        await plane.cut_sessions()
+        call.cancel()
+        await plane.until_scheduler(lambda state: state.num_running == 0)
+        worker.gate.set()
+
+
+async def test_a_request_the_scheduler_has_forgotten_ends_in_an_error_that_says_so():
+    worker = FakeWorker()
+    async with control_plane(worker, lease_s=0.05) as plane:
+        call = plane.generation.Generate(request("hello", max_tokens=150))
+        messages = aiter(call)
+        await anext(messages)
+        worker.gate.clear()
+        await plane.cut_sessions(refuse=True)
+        await plane.until_scheduler(lambda state: state.num_running == 0)
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            [message async for message in messages]
+        assert info.value.code() is grpc.StatusCode.ABORTED
+        plane.proxy.refusing = False
+        worker.gate.set()
 
 
 async def test_the_router_takes_its_stream_up_again_after_the_connection_broke():
