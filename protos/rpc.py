@@ -22,6 +22,8 @@ from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to
 
 PUBLIC_MESSAGE_BYTES = 16 << 20
 INTERNAL_MESSAGE_BYTES = 64 << 20
+# Of SessionService; router and scheduler of different ones do not talk.
+SESSION_PROTOCOL_VERSION = 1
 # A health service name that is SERVING while the process lives, also while it loads and drains.
 LIVENESS = "liveness"
 
@@ -164,9 +166,9 @@ async def wait_for_serving(channel: grpc.aio.Channel, service: str = "") -> None
                     return
         except grpc.aio.AioRpcError as error:
             log.debug("health watch ended", extra={"code": error.code().name})
-            await asyncio.sleep(0.1)
         finally:
             call.cancel()
+        await asyncio.sleep(0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,8 @@ class _Boundary(grpc.aio.ServerInterceptor):
             except (grpc.aio.AbortError, grpc.aio.UsageError):
                 raise
             except Exception:
-                log.exception("bug", extra={"method": details.method})
+                facts = {"method": details.method, "request_id": getattr(request, "request_id", "")}
+                log.exception("bug", extra=facts)
                 bug = Refusal(grpc.StatusCode.INTERNAL, "BUG", f"{details.method} failed; the server's log says why")
                 await context.abort_with_status(rpc_status.to_status(to_status(bug)))
             finally:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Callable
 
 import grpc
@@ -15,8 +16,9 @@ from protos.errors import Refusal, code_from_number, unavailable
 from protos.session_pb2_grpc import SessionServiceStub
 from router.live_request import LiveRequest
 
-PROTOCOL_VERSION = 1
 _RECONNECT_DELAY_S = 0.1
+# After a refusal that only a new version of one side can mend.
+_REFUSED_DELAY_S = 5.0
 log = logging.getLogger(__name__)
 
 
@@ -36,7 +38,8 @@ class SchedulerLink:
         self._on_change = on_change
         self._handles = itertools.count(1)
         self._live: dict[int, LiveRequest] = {}
-        self._timeouts_ms: dict[int, int] = {}
+        # When each request's client stops waiting, by our clock; None for never.
+        self._deadlines: dict[int, float | None] = {}
         self._connected = False
         self._draining = False
         self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
@@ -58,8 +61,8 @@ class SchedulerLink:
         """A number that no other request of this router has."""
         return next(self._handles)
 
-    def submit(self, live: LiveRequest, timeout_ms: int) -> None:
-        """Sends a request to the scheduler; `timeout_ms` is how long its client still waits, 0 for ever.
+    def submit(self, live: LiveRequest, timeout_s: float | None) -> None:
+        """Sends a request to the scheduler; `timeout_s` is how long its client still waits, None for ever.
 
         A scheduler that has lost its worker takes it all the same: it waits there for the next one.
 
@@ -69,13 +72,13 @@ class SchedulerLink:
         if not self._connected or self._draining:
             raise unavailable("NO_SCHEDULER", "no scheduler is ready; retry")
         self._live[live.handle] = live
-        self._timeouts_ms[live.handle] = timeout_ms
+        self._deadlines[live.handle] = None if timeout_s is None else time.monotonic() + timeout_s
         self._send_submit(live)
 
     def release(self, live: LiveRequest) -> None:
         """The request is answered, or its client is gone; in that case its blocks are free within a step."""
         if self._live.pop(live.handle, None) is not None:
-            del self._timeouts_ms[live.handle]
+            del self._deadlines[live.handle]
             if not live.finished:
                 self._send(pb.SessionRequest(cancel=pb.Cancel(handle=live.handle)))
 
@@ -95,15 +98,18 @@ class SchedulerLink:
         """Keeps a session open, for ever."""
         while True:
             call = self._stub.Session(wait_for_ready=True)
+            delay_s = _RECONNECT_DELAY_S
             try:
                 await self._converse(call)
                 log.warning("scheduler closed the session")
             except grpc.aio.AioRpcError as error:
                 log.warning("session lost", extra={"code": error.code().name, "details": error.details()})
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    delay_s = _REFUSED_DELAY_S
             finally:
                 call.cancel()  # an abandoned call is never collected
                 self._disconnected()
-            await asyncio.sleep(_RECONNECT_DELAY_S)
+            await asyncio.sleep(delay_s)
 
     async def close(self) -> None:
         """Hangs up."""
@@ -116,7 +122,7 @@ class SchedulerLink:
             for handle, live in self._live.items()
         ]
         self._resumed = {row.handle for row in resume}
-        hello = pb.Hello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION, resume=resume)
+        hello = pb.Hello(router_id=self._router_id, protocol_version=rpc.SESSION_PROTOCOL_VERSION, resume=resume)
         await call.write(pb.SessionRequest(hello=hello))
         self._outbox = asyncio.Queue()
         writer = asyncio.create_task(self._write(call, self._outbox))
@@ -141,7 +147,7 @@ class SchedulerLink:
             self._outbox.put_nowait(message)
 
     def _send_submit(self, live: LiveRequest) -> None:
-        request = live.request
+        request, deadline = live.request, self._deadlines[live.handle]
         submit = pb.Submit(
             handle=live.handle,
             request_id=request.request_id,
@@ -150,7 +156,7 @@ class SchedulerLink:
             n=request.n,
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
-            timeout_ms=self._timeouts_ms[live.handle],
+            timeout_ms=0 if deadline is None else max(1, int((deadline - time.monotonic()) * 1e3)),
         )
         self._send(pb.SessionRequest(submit=submit))
 

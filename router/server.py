@@ -137,8 +137,7 @@ class GenerationService:
                 arrival,
                 on_stop=lambda sequence_index: self._link.stop_sequence(handle, sequence_index),
             )
-            remaining_s = context.time_remaining()
-            self._link.submit(live, 0 if remaining_s is None else max(1, int(remaining_s * 1e3)))
+            self._link.submit(live, context.time_remaining())
         except BaseException:
             self._live_ids.discard(request_id)
             raise

@@ -12,6 +12,8 @@ from scheduler.loop import SchedulerLoop
 from scheduler.server import SessionService
 from scheduler.sessions import Sessions
 
+# A change that falls into the telling of another one is told after this.
+_HEALTH_INTERVAL_S = 1.0
 log = logging.getLogger("scheduler")
 
 
@@ -50,7 +52,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 async def _mirror_health(loop: SchedulerLoop, server: Server) -> None:
     while True:
         await server.set_serving(loop.serving)
-        await loop.wait_for_change(None)
+        await loop.wait_for_change(_HEALTH_INTERVAL_S)
 
 
 def main() -> None:

@@ -10,12 +10,12 @@ import grpc
 from protos import session_pb2 as pb
 from protos.columns import pack, unpack
 from protos.errors import Refusal, unavailable
+from protos.rpc import SESSION_PROTOCOL_VERSION
 from scheduler.config import SchedulerSettings
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import QueueFull, Scheduler
 from scheduler.sessions import Outbox, RouterSession, Sessions
 
-PROTOCOL_VERSION = 1
 _LOAD_INTERVAL_S = 1.0
 _RETRY_DELAY_MS = 1000
 log = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ class SessionService:
         if first is grpc.aio.EOF or first.WhichOneof("message") != "hello":
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "NO_HELLO", "a session opens with Hello")
         hello = first.hello
-        if hello.protocol_version != PROTOCOL_VERSION:
-            message = f"router speaks protocol {hello.protocol_version}, this scheduler {PROTOCOL_VERSION}"
+        if hello.protocol_version != SESSION_PROTOCOL_VERSION:
+            message = f"router speaks protocol {hello.protocol_version}, this scheduler {SESSION_PROTOCOL_VERSION}"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "PROTOCOL_VERSION", message)
         await self._loop.ready.wait()
         session = self._sessions.connect(hello.router_id)

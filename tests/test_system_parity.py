@@ -61,16 +61,20 @@ def test_there_are_at_least_twenty_prompts():
     assert len(PROMPTS) >= 20
 
 
-async def test_each_prompt_alone_equals_hugging_face_in_float32(model_dir, expected):
-    async with deployment(model_dir, worker=("--dtype", "float32")) as running:
+def chunks_of(num_tokens: int) -> tuple[str, ...]:
+    return "--max-num-batched-tokens", str(num_tokens), "--max-num-seqs", str(min(num_tokens, 64))
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 2048])
+async def test_each_prompt_alone_equals_hugging_face_whatever_the_chunk_size(model_dir, expected, chunk):
+    async with deployment(model_dir, worker=("--dtype", "float32"), scheduler=chunks_of(chunk)) as running:
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             assert tokens_of(await running.complete([greedy(prompt, NUM_TOKENS)])) == [tokens], prompt
 
 
 @pytest.mark.parametrize("chunk", [16, 64, 2048])
 async def test_thirty_two_at_once_equal_hugging_face_whatever_the_chunk_size(model_dir, expected, chunk):
-    scheduler = ("--max-num-batched-tokens", str(chunk), "--max-num-seqs", str(min(chunk, 64)))
-    async with deployment(model_dir, worker=("--dtype", "float32"), scheduler=scheduler) as running:
+    async with deployment(model_dir, worker=("--dtype", "float32"), scheduler=chunks_of(chunk)) as running:
         answers = await running.complete((requests() * 2)[:32])
         assert tokens_of(answers) == (expected * 2)[:32]
 
@@ -82,6 +86,14 @@ async def test_so_few_blocks_that_groups_are_preempted_change_no_token(model_dir
         assert tokens_of(answers) == (expected * 2)[:32]
         assert (await running.idle()).num_preemptions > 0
         assert sum(answer.timings.preemptions for answer in answers) > 0
+
+
+async def test_a_prefix_found_in_the_cache_changes_no_token(model_dir, expected):
+    async with deployment(model_dir, worker=("--dtype", "float32")) as running:
+        for _ in range(2):
+            answers = await running.complete(requests())
+            assert tokens_of(answers) == expected
+        assert sum(answer.usage.cached_prompt_tokens for answer in answers) > 100
 
 
 async def test_bfloat16_equals_hugging_face_up_to_the_first_near_tie(model_dir, float32):
