@@ -251,16 +251,17 @@ async def running(main: Callable[[asyncio.Event], object]) -> AsyncIterator[asyn
 
 
 @contextlib.asynccontextmanager
-async def control_plane(worker: FakeWorker | None = None, **scheduler_options: object) -> AsyncIterator[ControlPlane]:
+async def control_plane(
+    worker: FakeWorker | None = None, *, router: dict[str, object] | None = None, **scheduler_options: object
+) -> AsyncIterator[ControlPlane]:
     """Everything but a real worker, serving; at the end no request is live and no block is held."""
     worker = worker or FakeWorker()
     with tempfile.TemporaryDirectory(prefix="pw") as directory:
         tokenizer = Tokenizer(write_tokenizer(Path(directory) / "model"))
         options = {"listen": f"unix:{directory}/s", "worker": f"unix:{directory}/w", "drain_grace_s": 2.0}
         scheduler_settings = SchedulerSettings(**(options | scheduler_options))
-        router_settings = RouterSettings(
-            listen=f"unix:{directory}/r", scheduler=f"unix:{directory}/p", model=directory, drain_grace_s=60.0
-        )
+        router_options = {"listen": f"unix:{directory}/r", "scheduler": f"unix:{directory}/p", "drain_grace_s": 60.0}
+        router_settings = RouterSettings(model=directory, **(router_options | (router or {})))
         server = await start_worker(worker, f"unix:{directory}/w")
         proxy = Proxy(f"{directory}/s")
         await proxy.start(f"{directory}/p")

@@ -253,6 +253,32 @@ async def test_a_full_waiting_queue_is_refused_with_a_delay():
             assert "".join([m.outputs[0].text async for m in call]) == "Th"
 
 
+async def test_a_router_answers_so_many_requests_at_once_and_refuses_more_with_a_delay():
+    worker = FakeWorker()
+    async with control_plane(worker, router={"max_live_requests": 2}) as plane:
+        worker.gate.clear()
+        calls = [plane.generation.Generate(request(max_tokens=2)) for _ in range(2)]
+        await plane.until(lambda state: state.num_running + state.num_waiting == 2)
+        error = await refusal_of(plane.generation.Generate(request(max_tokens=2)))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+        assert error.retry_delay_ms is not None
+        worker.gate.set()
+        for call in calls:
+            assert "".join([m.outputs[0].text async for m in call]) == "Th"
+        assert await plane.text(max_tokens=2) == "Th", "both places are free again"
+
+
+async def test_a_step_that_takes_too_long_is_a_lost_worker():
+    worker = FakeWorker()
+    async with control_plane(worker, step_timeout_s=0.1) as plane:
+        worker.gate.clear()
+        error = await refusal_of(plane.generation.Generate(request(max_tokens=5)))
+        assert error.code is grpc.StatusCode.INTERNAL
+        assert "3 workers were lost" in error.message
+        worker.gate.set()
+        assert await plane.text(max_tokens=3) == "The"
+
+
 async def test_a_prompt_that_can_never_fit_is_ignored_with_the_reason():
     async with control_plane(FakeWorker(num_blocks=4)) as plane:
         answer = await plane.generation.Complete(request("x" * 20, max_tokens=2))
