@@ -158,6 +158,12 @@ def test_copy_blocks_reads_every_block_before_it_writes_any():
     assert contents(cache) == [3, 0, 1, 3]
 
 
+def test_blocks_that_are_copied_and_not_written_go_straight_over():
+    cache = numbered_cache(5)
+    reference.copy_blocks(cache, torch.tensor([[3, 0], [3, 1], [4, 2]]))
+    assert contents(cache) == [3, 3, 4, 3, 4]
+
+
 def test_swap_blocks_copies_between_pools_in_all_layers():
     gpu, cpu = numbered_cache(4), 100 + numbered_cache(2)
     reference.swap_blocks(gpu, cpu, torch.tensor([[3, 0]]))

@@ -11,7 +11,15 @@ from protos.sampling_pb2 import Sampling
 from worker.sampler import Sample, SamplingParameters, draw_tokens
 
 GREEDY = SamplingParameters(
-    temperature=0, top_p=1, top_k=None, min_p=0, seed=0, stop_token_ids=(), min_tokens=0, num_prompt_tokens=0
+    temperature=0,
+    top_p=1,
+    top_k=None,
+    min_p=0,
+    seed=0,
+    stop_token_ids=(),
+    min_tokens=0,
+    num_prompt_tokens=0,
+    num_candidates=0,
 )
 RANDOM = replace(GREEDY, temperature=1)
 
@@ -208,6 +216,7 @@ def test_no_samples_give_no_tokens():
 
 def test_parameters_come_from_the_message_and_a_value_out_of_range_is_refused():
     good = {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "seed": 2**64 - 1, "stop_token_ids": [4, 5]}
+    good["num_candidates"] = 5
     parameters = SamplingParameters.from_message(Sampling(**good), vocabulary_size=5)
     assert parameters == replace(GREEDY, **(good | {"stop_token_ids": (4,)}))
     assert SamplingParameters.from_message(Sampling(top_p=1), vocabulary_size=5) == GREEDY
@@ -220,6 +229,8 @@ def test_parameters_come_from_the_message_and_a_value_out_of_range_is_refused():
         {"top_k": -1},
         {"min_p": -0.1},
         {"min_p": 2},
+        {"num_candidates": -1},
+        {"num_candidates": 6},
     ):
         with pytest.raises(ValueError):
             SamplingParameters.from_message(Sampling(**(good | bad)), vocabulary_size=5)

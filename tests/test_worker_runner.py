@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from real_worker import load_weights, start_runner
 from worker_fakes import GREEDY, Row, logprobs, step, tiny_checkpoint, tiny_llama, tiny_runner, tokens
 
 from protos.columns import unpack
@@ -154,6 +155,17 @@ def test_finished_requests_are_forgotten_and_their_ids_may_come_back(runner):
     again = step(Row(1, PROMPT, range(3)), new={1: SEEDED}, finished=[1])
     assert tokens(runner.execute(again)) == expected
     assert runner._requests.keys() == {1}
+
+
+def test_runners_of_the_same_weights_have_pools_of_their_own(checkpoint, runner):
+    model, expected = load_weights(checkpoint), run_alone(runner, PROMPT, 3)
+    small = start_runner(model, num_blocks=4, block_size=4)
+    large = start_runner(model, num_blocks=50, num_cpu_blocks=20, block_size=16)
+    assert (small.info.num_blocks, small.info.num_cpu_blocks, small.info.swap_ms_per_block) == (4, 0, 0)
+    assert (large.info.num_blocks, large.info.num_cpu_blocks, large.info.vocabulary_size) == (50, 20, 97)
+    small.runner.execute(step(Row(1, PROMPT[::-1], range(3)), new={1: GREEDY}))
+    assert run_alone(large.runner, PROMPT, 3, blocks=[2]) == expected
+    assert run_alone(small.runner, PROMPT, 3, blocks=range(4), request_id=2) == expected
 
 
 def test_sampling_out_of_range_is_a_malformed_step(runner):

@@ -85,6 +85,14 @@ async def test_info_is_unavailable_until_the_model_is_loaded_and_then_says_what_
     assert (info.block_size, info.num_blocks, info.num_cpu_blocks) == (4, 32, 10_000 // 1024)
     assert info.kv_cache_note == "32 blocks of 4 tokens (128) in 0.00 GiB: as told by --num-blocks"
     assert info.max_num_batched_tokens == 2048
+    assert info.swap_ms_per_block > 0
+
+
+@pytest.mark.parametrize("swap_bytes, num_cpu_blocks", [(None, 32), (0, 0), (1023, 0), (1 << 20, 1024)])
+def test_the_swap_pool_is_as_told_and_by_default_as_large_as_the_cache(checkpoint, swap_bytes, num_cpu_blocks):
+    info = load_worker(settings(checkpoint, swap_bytes=swap_bytes)).info
+    assert info.num_cpu_blocks == num_cpu_blocks
+    assert (info.swap_ms_per_block > 0) == (num_cpu_blocks > 0)
 
 
 async def test_the_stream_answers_steps_in_order_and_takes_the_next_before_the_first_is_answered(worker):

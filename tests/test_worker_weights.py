@@ -38,7 +38,7 @@ def change_weights(directory, change):
     save_file(tensors, path)
 
 
-def weights_of(directory, dtype=torch.float32):
+def weights_of(directory, dtype="float32"):
     model = tiny_runner(directory, dtype=dtype)._model
     return model.checkpoint_tensors(), model
 
@@ -61,7 +61,7 @@ def test_shards_are_read_through_their_index(tmp_path):
 
 
 def test_weights_are_converted_to_the_wanted_dtype_on_the_way(directory):
-    ours, _ = weights_of(directory, torch.float16)
+    ours, _ = weights_of(directory, "float16")
     theirs = load_file(directory / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(ours[name], theirs[name].half())

@@ -1,19 +1,16 @@
 """What the worker's tests are made of: tiny random checkpoints, and steps written row by row."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from real_worker import load_runner
 
 from protos.columns import pack, unpack, unpack_floats
 from protos.sampling_pb2 import Sampling
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, NewRequest
-from worker.cache_engine import CacheEngine, CacheShape
 from worker.model_runner import ModelRunner
-from worker.models.llama import LlamaConfig, LlamaForCausalLM
-from worker.weights import load_weights
 
 GREEDY = Sampling(temperature=0, top_p=1)
 
@@ -51,17 +48,12 @@ def tiny_checkpoint(directory: Path, *, max_shard_size: str = "1GB", **changes) 
 
 
 def tiny_runner(
-    directory: Path, *, num_blocks: int = 64, num_cpu_blocks: int = 8, block_size: int = 4, dtype=torch.float32
+    directory: Path, *, num_blocks: int = 64, num_cpu_blocks: int = 8, block_size: int = 4, dtype: str = "float32"
 ) -> ModelRunner:
     """A runner of the checkpoint in `directory`, as the worker would load it."""
-    cpu = torch.device("cpu")
-    config = LlamaConfig.from_json(json.loads((directory / "config.json").read_text()))
-    model = LlamaForCausalLM(config, dtype=dtype, device=cpu)
-    load_weights(directory, model.checkpoint_tensors(), model.leaves_out)
-    model.pack()
-    shape = CacheShape(config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype)
-    cache = CacheEngine(shape, num_blocks, num_cpu_blocks, cpu)
-    return ModelRunner(model, cache, max_num_batched_tokens=2048, context_length=config.context_length, device=cpu)
+    return load_runner(
+        directory, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_size=block_size, dtype=dtype
+    ).runner
 
 
 @dataclass
@@ -117,3 +109,9 @@ def tokens(response: ExecuteModelResponse) -> list[int]:
 def logprobs(response: ExecuteModelResponse) -> list[float]:
     """Their log-probabilities."""
     return list(unpack_floats(response.logprobs))
+
+
+def candidates(response: ExecuteModelResponse) -> list[tuple[int, float]]:
+    """(token id, log-probability) of the candidates of all samples, in order."""
+    ids, values = unpack(response.candidate_token_ids), unpack_floats(response.candidate_logprobs)
+    return list(zip(ids, values, strict=True))

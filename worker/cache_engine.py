@@ -5,6 +5,7 @@ It knows nothing of who owns a block: the scheduler allocates, and this module d
 
 import mmap
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,13 @@ from kernels import reference
 _DEFAULT_NUM_SEQUENCES = 64
 _DEFAULT_SHARE = 0.25
 _DEFAULT_CAP_BYTES = 4 << 30
+# The same for the swap pool, beside the cache; it never has more blocks than the cache, whose blocks go there.
+_DEFAULT_SWAP_CAP_BYTES = 1 << 30
+
+# What is moved out and in at the start, a few times, to measure the cost of a block.
+_MEASURED_BLOCKS = 64
+_MEASURED_BYTES = 16 << 20
+_MEASURED_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,10 @@ class CacheShape:
         """Bytes of a block, all layers together."""
         values = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
         return values * self.dtype.itemsize
+
+    def of_pool(self, num_blocks: int) -> tuple[int, ...]:
+        """The shape of the tensor that holds so many blocks."""
+        return (self.num_layers, 2, num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +103,21 @@ def size_on_gpu(shape: CacheShape, total_bytes: int, peak_bytes: int, gpu_memory
     return _size(shape, cache_bytes // shape.block_bytes, reason)
 
 
+def count_swap_blocks(shape: CacheShape, swap_bytes: int | None, num_blocks: int, available_bytes: int) -> int:
+    """Blocks of the swap pool: what `swap_bytes` hold, or by default as many as the cache has, within reason.
+
+    Args:
+        shape: of a block.
+        swap_bytes: as told by --swap-bytes; None when nobody says.
+        num_blocks: of the cache.
+        available_bytes: of CPU memory, beside the weights and the cache.
+    """
+    if swap_bytes is not None:
+        return swap_bytes // shape.block_bytes
+    most_bytes = min(_DEFAULT_SWAP_CAP_BYTES, int(_DEFAULT_SHARE * max(0, available_bytes)))
+    return min(num_blocks, most_bytes // shape.block_bytes)
+
+
 def _size(shape: CacheShape, num_blocks: int, reason: str) -> CacheSize:
     if num_blocks < 1:
         raise ValueError(f"no block of {shape.block_bytes:,} bytes fits into the KV cache ({reason})")
@@ -125,20 +152,15 @@ class CacheEngine:
         self.shape = shape
         self.num_blocks = num_blocks
         self.num_cpu_blocks = num_cpu_blocks
-        self._cache = self._allocate(num_blocks, device, pinned=False)
-        self._cpu_cache = self._allocate(num_cpu_blocks, torch.device("cpu"), pinned=device.type == "cuda")
+        if device.type == "cpu":
+            self._cache = _map(shape, num_blocks, huge_pages=True)
+            # Small pages for what may never be used: a block has a piece in every layer, so the first one that is
+            # swapped out would take two huge pages a layer (120 MB and up to 150 ms for SmolLM2-135M's 30 layers).
+            self._cpu_cache = _map(shape, num_cpu_blocks, huge_pages=False)
+        else:
+            self._cache = torch.zeros(shape.of_pool(num_blocks), dtype=shape.dtype, device=device)
+            self._cpu_cache = torch.zeros(shape.of_pool(num_cpu_blocks), dtype=shape.dtype, pin_memory=True)
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self._cache]
-
-    def _allocate(self, num_blocks: int, device: torch.device, *, pinned: bool) -> Tensor:
-        s = self.shape
-        size = (s.num_layers, 2, num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
-        if device.type != "cpu" or pinned or num_blocks == 0:
-            return torch.zeros(size, dtype=s.dtype, device=device, pin_memory=pinned)
-        # Zero pages, huge ones where there are, that cost nothing until they are written; torch.zeros writes them all.
-        pages = mmap.mmap(-1, num_blocks * s.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(pages, dtype=s.dtype).view(size)
 
     def swap_out(self, block_pairs: Tensor) -> None:
         """Copies blocks to the CPU pool; block_pairs: [num_pairs, 2] int64, (ours, CPU's)."""
@@ -159,3 +181,42 @@ class CacheEngine:
         a NaN that the block's last owner left there would get through the mask, since 0 * NaN is NaN.
         """
         self._cache.index_fill_(2, blocks, 0)
+
+    def measure_swap(self) -> float:
+        """Milliseconds that it takes to move one block from one pool to the other, in either direction; 0 without two.
+
+        To be called before anything is in the pools: it takes some tens of milliseconds, and leaves the blocks that it
+        moves zero.
+        """
+        count = min(_MEASURED_BLOCKS, max(1, _MEASURED_BYTES // self.shape.block_bytes))
+        blocks = torch.arange(min(count, self.num_blocks, self.num_cpu_blocks))
+        if len(blocks) == 0:
+            return 0.0
+        pairs = blocks[:, None].expand(-1, 2)
+        on_device = blocks.to(self._cache.device)
+        self._cache.index_fill_(2, on_device, 1)  # pages that were never written are all one page, and read faster
+        times_s = []
+        for _ in range(_MEASURED_ROUNDS):  # the first one warms up
+            begun = self.finished_at()
+            self.swap_out(pairs)
+            self.swap_in(pairs)
+            times_s.append(self.finished_at() - begun)
+        self.clear(on_device)
+        self._cpu_cache.index_fill_(2, blocks, 0)
+        return 1e3 * min(times_s) / (2 * len(blocks))  # of the round that nobody else held up
+
+    def finished_at(self) -> float:
+        """The time in seconds, of `time.perf_counter`, once the device has done all that it was given."""
+        if self._cache.is_cuda:
+            torch.cuda.synchronize(self._cache.device)
+        return time.perf_counter()
+
+
+def _map(shape: CacheShape, num_blocks: int, *, huge_pages: bool) -> Tensor:
+    """A pool in CPU memory, of zero pages that cost nothing until they are written; torch.zeros writes them all."""
+    if num_blocks == 0:
+        return torch.zeros(shape.of_pool(0), dtype=shape.dtype)
+    pages = mmap.mmap(-1, num_blocks * shape.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=shape.dtype).view(shape.of_pool(num_blocks))

@@ -41,7 +41,10 @@ class WorkerSettings(Settings):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of a GPU's memory to use for weights, a step's work and KV cache together"
     )
-    swap_bytes: ByteSize = Field(
-        ByteSize(0), ge=0, description='size of the pool in CPU memory that blocks are swapped out to, such as "1GiB"'
+    swap_bytes: ByteSize | None = Field(
+        None,
+        ge=0,
+        description='size of the pool in CPU memory that blocks are swapped out to, such as "1GiB"; 0 for none '
+        "(default: as many blocks as the KV cache has, but at most 1GiB and a quarter of the memory that is free)",
     )
     max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")

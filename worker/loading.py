@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from worker.cache_engine import (
     CacheShape,
     CacheSize,
     available_memory,
+    count_swap_blocks,
     size_as_told,
     size_on_cpu,
     size_on_gpu,
@@ -69,7 +71,7 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
     dtype = checkpoint_dtype(config) if settings.dtype == "auto" else DTYPES[settings.dtype]
     clock.log("model found", directory=str(directory), dtype=_name(dtype), device=str(device))
 
-    model = _load_model(directory, config, dtype, device)
+    model = load_model(directory, config, dtype, device)
     context_length = settings.max_model_len or model.config.context_length
     if context_length > model.config.context_length:
         raise ModelError(
@@ -83,8 +85,10 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
         size = _choose_cache_size(settings, model, shape, context_length, device)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    cache = CacheEngine(shape, size.num_blocks, settings.swap_bytes // shape.block_bytes, device)
-    clock.log("KV cache sized", note=size.note, cpu_blocks=cache.num_cpu_blocks)
+    available_bytes = available_memory() - (size.num_blocks * shape.block_bytes if device.type == "cpu" else 0)
+    num_cpu_blocks = count_swap_blocks(shape, settings.swap_bytes, size.num_blocks, available_bytes)
+    cache = CacheEngine(shape, size.num_blocks, num_cpu_blocks, device)
+    clock.log("KV cache sized", note=size.note, cpu_blocks=num_cpu_blocks)
 
     runner = ModelRunner(
         model,
@@ -93,19 +97,36 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
         context_length=context_length,
         device=device,
     )
+    name = settings.served_model_name or checkpoint_name(settings.model)
+    worker = warm_up(runner, cache, name=name, kv_cache_note=size.note)
+    clock.log("warmed up", swap_ms_per_block=round(worker.info.swap_ms_per_block, 4))
+    return worker
+
+
+def warm_up(runner: ModelRunner, cache: CacheEngine, *, name: str, kv_cache_note: str) -> LoadedWorker:
+    """The worker: has run what a first step would wait for, and measured what moving a block costs.
+
+    Args:
+        runner: that has done nothing yet.
+        cache: the runner's.
+        name: of the model.
+        kv_cache_note: how the number of blocks came about.
+    """
     _run_prompts(runner, num_rows=1, num_samples=1, tokens_per_row=1)
-    clock.log("warmed up")
+    limits, dtype = runner.limits, _name(cache.shape.dtype)
     info = GetInfoResponse(
-        model=settings.served_model_name or checkpoint_name(settings.model),
-        context_length=context_length,
-        vocabulary_size=numbers.vocabulary_size,
-        dtype=_name(dtype),
-        kv_dtype=_name(dtype),
-        block_size=settings.block_size,
-        num_blocks=cache.num_blocks,
-        num_cpu_blocks=cache.num_cpu_blocks,
-        kv_cache_note=size.note,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        model=name,
+        context_length=limits.context_length,
+        vocabulary_size=limits.vocabulary_size,
+        dtype=dtype,
+        kv_dtype=dtype,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        num_cpu_blocks=limits.num_cpu_blocks,
+        kv_cache_note=kv_cache_note,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        # Behind the prompt: the pages of the cache's first blocks are there.
+        swap_ms_per_block=cache.measure_swap(),
     )
     return LoadedWorker(runner, info)
 
@@ -130,7 +151,12 @@ def _choose_device(settings: WorkerSettings) -> torch.device:
     return torch.device(settings.device)
 
 
-def _load_model(directory: Path, config: dict, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+def load_model(directory: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+    """The model with its weights, packed for the device.
+
+    Raises:
+        ModelError: the architecture is not built, or `config` or the weights do not fit it.
+    """
     architecture = (config.get("architectures") or ["no architecture"])[0]
     if architecture not in _ARCHITECTURES:
         raise UnsupportedModel(f"{architecture} is not supported, only {', '.join(_ARCHITECTURES)}")

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, StepTimings
 from worker.cache_engine import CacheEngine
-from worker.inputs import LAST_SAMPLED, MalformedStep, ModelInputs, Step, StepLimits, make_inputs, read_step
+from worker.inputs import (
+    LAST_SAMPLED,
+    Integers,
+    MalformedStep,
+    ModelInputs,
+    Step,
+    StepLimits,
+    make_inputs,
+    read_step,
+)
 from worker.models.llama import LlamaForCausalLM
 from worker.sampler import Sample, SampledTokens, SamplingParameters, draw_tokens
 
@@ -73,7 +82,8 @@ class ModelRunner:
         samples = self._samples(step)
         self._fill_in_last_tokens(step)
         inputs = make_inputs(step, self.limits.block_size, self._device)
-        self._move_blocks(step, inputs)
+        swap_ms = self._swap_blocks(step)
+        self._prepare_blocks(step, inputs)
         prepared = time.perf_counter()
 
         hidden = None
@@ -86,7 +96,9 @@ class ModelRunner:
             self._answer(response, step, draw_tokens(self._logits(hidden, step, inputs), samples))
         times = (begun, prepared, forwarded, time.perf_counter())
         prepare_ms, forward_ms, sample_ms = (1e3 * (end - start) for start, end in pairwise(times))
-        response.timings.CopyFrom(StepTimings(prepare_ms=prepare_ms, forward_ms=forward_ms, sample_ms=sample_ms))
+        response.timings.CopyFrom(
+            StepTimings(prepare_ms=prepare_ms, forward_ms=forward_ms, sample_ms=sample_ms, swap_ms=swap_ms)
+        )
         return response
 
     def _note_requests(self, request: ExecuteModelRequest, step: Step) -> None:
@@ -128,14 +140,21 @@ class ModelRunner:
                 raise MalformedStep("token_ids", f"{LAST_SAMPLED} stands for {name}, which has sampled nothing")
             step.token_ids[index] = token_id
 
-    def _move_blocks(self, step: Step, inputs: ModelInputs) -> None:
-        for pairs, move in (
-            (step.blocks_to_swap_out, self._cache.swap_out),
-            (step.blocks_to_swap_in, self._cache.swap_in),
-            (step.blocks_to_copy, self._cache.copy),
-        ):
-            if len(pairs) > 0:
-                move(torch.from_numpy(pairs.astype(np.int64)))
+    def _swap_blocks(self, step: Step) -> float:
+        """Swaps blocks out, then in, each direction at once; gives the milliseconds that took."""
+        if len(step.blocks_to_swap_out) == len(step.blocks_to_swap_in) == 0:
+            return 0.0
+        begun = self._cache.finished_at()
+        if len(step.blocks_to_swap_out) > 0:
+            self._cache.swap_out(_tensor(step.blocks_to_swap_out))
+        if len(step.blocks_to_swap_in) > 0:
+            self._cache.swap_in(_tensor(step.blocks_to_swap_in))
+        return 1e3 * (self._cache.finished_at() - begun)
+
+    def _prepare_blocks(self, step: Step, inputs: ModelInputs) -> None:
+        """Copies what is about to be written and shared no longer, and zeroes what a sequence enters."""
+        if len(step.blocks_to_copy) > 0:
+            self._cache.copy(_tensor(step.blocks_to_copy))
         if len(inputs.entered_blocks) > 0:
             self._cache.clear(inputs.entered_blocks)
 
@@ -150,11 +169,22 @@ class ModelRunner:
     def _answer(self, response: ExecuteModelResponse, step: Step, sampled: SampledTokens) -> None:
         token_ids = sampled.token_ids.cpu().numpy()
         request_ids = step.request_ids[step.sample_rows]
-        # A failed sample leaves a token behind too: the next step may be on its way already and ask for it.
+        # A failed sample leaves a token behind too: the next step may be on its way already and ask for it. Candidates
+        # leave none: which of them goes on, and as which sequence, only the scheduler knows.
         for request_id, sequence_index, token_id in zip(
             request_ids.tolist(), step.sample_sequence_indexes.tolist(), token_ids.tolist(), strict=True
         ):
-            self._requests[request_id].last_tokens[sequence_index] = token_id
+            live = self._requests[request_id]
+            if live.parameters.num_candidates == 0:
+                live.last_tokens[sequence_index] = token_id
         response.token_ids = token_ids.astype(np.int32).tobytes()
         response.logprobs = sampled.logprobs.cpu().numpy().tobytes()
         response.failed_samples = np.flatnonzero(sampled.failed.cpu().numpy()).astype(np.int32).tobytes()
+        if sampled.candidates is not None:
+            candidate_ids = sampled.candidates.token_ids.cpu().numpy()
+            response.candidate_token_ids = candidate_ids.astype(np.int32).tobytes()
+            response.candidate_logprobs = sampled.candidates.logprobs.cpu().numpy().tobytes()
+
+
+def _tensor(pairs: Integers) -> Tensor:
+    return torch.from_numpy(pairs.astype(np.int64))

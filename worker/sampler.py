@@ -5,6 +5,8 @@ noise is counter-based (`kernels.philox`): a token depends on its logits and (se
 
 Every filter keeps a head of the tokens ordered by logit, so every filter is a threshold; a token that ties with the
 last one kept is kept too. Stop strings, stop tokens and lengths are the scheduler's and the router's.
+
+For a request that asks for candidates nothing is drawn: `worker.candidates` finds them, and its token is the best one.
 """
 
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from kernels.philox import gumbel_noise, gumbel_noise_of_all
 from protos.sampling_pb2 import Sampling
+from worker.candidates import Candidates, best_candidates
 
 # Most nuclei are smaller than this. A row whose nucleus is not is looked at again, among so many times more tokens.
 _NUM_CANDIDATES = 256
@@ -37,6 +40,7 @@ class SamplingParameters:
     stop_token_ids: tuple[int, ...]
     min_tokens: int
     num_prompt_tokens: int
+    num_candidates: int
 
     @classmethod
     def from_message(cls, message: Sampling, vocabulary_size: int) -> Self:
@@ -53,6 +57,8 @@ class SamplingParameters:
             raise ValueError(f"min_p {message.min_p} is not in [0, 1]")
         if message.top_k < 0:
             raise ValueError(f"top_k {message.top_k} is less than 0")
+        if not 0 <= message.num_candidates <= vocabulary_size:
+            raise ValueError(f"num_candidates {message.num_candidates} is not in 0 .. {vocabulary_size}")
         return cls(
             temperature=message.temperature,
             top_p=message.top_p,
@@ -63,7 +69,13 @@ class SamplingParameters:
             stop_token_ids=tuple(id_ for id_ in message.stop_token_ids if 0 <= id_ < vocabulary_size),
             min_tokens=message.min_tokens,
             num_prompt_tokens=message.num_prompt_tokens,
+            num_candidates=message.num_candidates,
         )
+
+    @property
+    def draws(self) -> bool:
+        """Whether chance decides; otherwise the token is the most probable one."""
+        return self.temperature > 0 and self.num_candidates == 0
 
     @property
     def filters(self) -> bool:
@@ -88,17 +100,19 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What was drawn, one entry per sample.
+    """What was drawn, one entry per sample; for a sample that wants candidates its token is the best of them.
 
     Attributes:
         token_ids: [num_samples] int64; meaningless where `failed`.
         logprobs: [num_samples] float32, under the model's own distribution, before temperature and filters.
         failed: [num_samples] bool: the logits gave no distribution, since one of them was NaN or infinite.
+        candidates: of the samples that want some; None when none does. Meaningless where `failed`.
     """
 
     token_ids: Tensor
     logprobs: Tensor
     failed: Tensor
+    candidates: Candidates | None
 
 
 def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> SampledTokens:
@@ -112,14 +126,19 @@ def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> SampledTokens:
     _forbid_early_stops(logits, samples)
     token_ids = logits.argmax(-1)  # of the drawn rows too: picking the greedy ones out would cost as much
     finite = normalizers.isfinite().tolist()
-    drawn = [row for row, sample in enumerate(samples) if sample.parameters.temperature > 0 and finite[row]]
+    drawn = [row for row, sample in enumerate(samples) if sample.parameters.draws and finite[row]]
     for filters, draw in ((False, _draw), (True, _draw_filtered)):
         rows = [row for row in drawn if samples[row].parameters.filters == filters]
         if rows:
             token_ids[rows] = draw(_Draws.of(logits[rows], [samples[row] for row in rows]))
+    candidates = None
+    if searched := [row for row, sample in enumerate(samples) if sample.parameters.num_candidates > 0]:
+        counts = [samples[row].parameters.num_candidates for row in searched]
+        candidates = best_candidates(logits[searched], normalizers[searched], counts)
+        token_ids[searched] = candidates.best
     logprobs = logits.gather(-1, token_ids[:, None]).squeeze(-1) - normalizers
     # Not finite either where min_tokens forbade every token, and -inf was the best logit.
-    return SampledTokens(token_ids, logprobs, ~logprobs.isfinite())
+    return SampledTokens(token_ids, logprobs, ~logprobs.isfinite(), candidates)
 
 
 def _forbid_early_stops(logits: Tensor, samples: Sequence[Sample]) -> None:

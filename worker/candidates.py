@@ -1,0 +1,43 @@
+"""The most probable tokens of a sample, out of which the scheduler's beam search makes hypotheses; nothing is drawn.
+
+Log-probabilities are under the model's own distribution. What min_tokens forbids is struck out after that distribution
+was made, as transformers does, whose processors act on the log_softmax of the logits in a beam search. Where fewer
+tokens are possible than candidates are asked for, the impossible ones among the candidates have -inf, and are sent like
+the others: the scheduler drops them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The best tokens of each row, best first, row after row.
+
+    Attributes:
+        token_ids: [sum of the rows' counts] int64.
+        logprobs: like `token_ids`, float32.
+        best: [num_rows] int64, the first token id of each row.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    best: Tensor
+
+
+def best_candidates(logits: Tensor, normalizers: Tensor, counts: Sequence[int]) -> Candidates:
+    """The `counts[row]` best tokens of each row.
+
+    Args:
+        logits: [num_rows, vocabulary_size] float32, -inf where a token is forbidden.
+        normalizers: [num_rows] float32, the log of each row's sum of exponentials with no token forbidden.
+        counts: [num_rows], each from 1 to the vocabulary's size.
+    """
+    # One search for all rows, as deep as the deepest wants: its cost hardly depends on the depth.
+    values, token_ids = logits.topk(max(counts))  # [R, M], best first
+    wanted = torch.arange(max(counts), device=logits.device) < torch.tensor(counts, device=logits.device)[:, None]
+    logprobs = values - normalizers[:, None]
+    return Candidates(token_ids[wanted], logprobs[wanted], token_ids[:, 0])
