@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROTOS := $(shell find protos -name '*.proto')
 
-.PHONY: demo test up protos lint format compose-test clean
+.PHONY: demo test up protos lint format compose-test soak clean
 
 # The main job on a bare machine: the real model through the real three processes, once.
 demo: .venv/installed
@@ -17,6 +17,10 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Millions of random moves of the scheduler core, checked one by one; for a night.
+soak: .venv/installed
+	PAGEWIRE_SOAK_WALKS=$${PAGEWIRE_SOAK_WALKS:-100000} $(BIN)/pytest --timeout=0 tests/test_scheduler_properties.py
 
 up: .venv/installed
 	@$(BIN)/pagewire up

@@ -8,6 +8,7 @@ are integers; nothing here knows what KV is or where it lies. Whether there is r
     append_slots(sequence, n)    table covers n tokens, and none of the new ones falls into a shared block
     fork(parent, child)          child shares the parent's blocks
     free(sequence)               gives back what nobody else holds
+    swap_out(group), swap_in(group)     moves a group's blocks to the swap pool in CPU memory, and back
 
 Every block is free, held by a table, or idle: held by none, but kept for the tokens in it (`prefix_cache.py`).
 """
@@ -18,40 +19,81 @@ from collections.abc import Iterable
 
 from scheduler.prefix_cache import Parent, PrefixCache
 from scheduler.sequence import Sequence, SequenceGroup
+from scheduler.swap_pool import SwapPool
+
+# Sequences, each with the number of tokens that its table is to cover.
+Growth = Iterable[tuple[Sequence, int]]
 
 
 class BlockManager:
-    """A pool of `num_blocks` blocks of `block_size` tokens each."""
+    """A pool of `num_blocks` blocks of `block_size` tokens each, and a swap pool of `num_swap_blocks`.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool needs blocks, not {num_blocks} of {block_size} tokens")
+    Attributes:
+        num_held: blocks in at least one table.
+        num_shared: blocks in more than one.
+        num_references: entries of all tables: what `num_held` would be without sharing.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0) -> None:
+        if num_blocks < 1 or block_size < 1 or num_swap_blocks < 0:
+            raise ValueError(f"a pool needs blocks, not {num_blocks} of {block_size} tokens, {num_swap_blocks} to swap")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_held = 0
+        self.num_shared = 0
+        self.num_references = 0
         # A stack: the block freed last is the warmest, and memory that was never needed stays untouched.
         self._free = list(reversed(range(num_blocks)))
         self._ref_counts = [0] * num_blocks
         self._cache = PrefixCache()
+        self._swap = SwapPool(num_swap_blocks)
 
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated, the idle ones among them."""
-        return len(self._free) + self._cache.num_idle
+        return self.num_blocks - self.num_held
 
     @property
     def num_idle(self) -> int:
         """Blocks in no table, kept for the tokens in them until their room is needed."""
         return self._cache.num_idle
 
+    @property
+    def num_swap_blocks(self) -> int:
+        """Size of the swap pool."""
+        return self._swap.num_blocks
+
+    @property
+    def num_free_swap_blocks(self) -> int:
+        """Blocks of the swap pool that hold nothing."""
+        return self._swap.num_free
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
 
-    def num_blocks_to_append(self, sequence: Sequence, num_tokens: int) -> int:
-        """Free blocks that `append_slots` takes: new ones, and one to copy a shared block to that is written."""
-        table = sequence.block_table
-        num_blocks = max(0, self.num_blocks_for(num_tokens) - len(table))
-        return num_blocks + self._writes_shared_block(sequence)
+    def has_slots(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether `append_slots` has nothing to do, as in most steps."""
+        if num_tokens > len(sequence.block_table) * self.block_size:
+            return False
+        index, offset = divmod(sequence.num_computed_tokens, self.block_size)
+        return offset == 0 or self._ref_counts[sequence.block_table[index]] == 1
+
+    def num_blocks_to_append(self, growth: Growth) -> int:
+        """Free blocks that `append_slots` takes for all of these: new ones, and copies of shared ones that are written.
+
+        The last holder of a block writes it in place; if all holders are among these, one copy less is needed.
+        """
+        num_blocks = 0
+        writers: dict[int, int] = {}
+        for sequence, num_tokens in growth:
+            num_blocks += max(0, self.num_blocks_for(num_tokens) - len(sequence.block_table))
+            shared = self._shared_block_to_write(sequence)
+            if shared is not None:
+                writers[shared] = writers.get(shared, 0) + 1
+        for block, num_writers in writers.items():
+            num_blocks += min(num_writers, self._ref_counts[block] - 1)
+        return num_blocks
 
     def match(self, token_ids: "array[int]", salt: str) -> list[tuple[int, int]]:
         """The longest run of blocks that hold these tokens from the first one on: (block, content number) of each.
@@ -68,6 +110,12 @@ class BlockManager:
             parent = hit[1]
         return found
 
+    def extends(self, prefix: list[tuple[int, int]], token_ids: "array[int]", salt: str) -> bool:
+        """Whether `match`, which found `prefix` before, would find more now."""
+        start, end = len(prefix) * self.block_size, (len(prefix) + 1) * self.block_size
+        parent: Parent = prefix[-1][1] if prefix else salt
+        return end < len(token_ids) and self._cache.find(parent, token_ids[start:end].tobytes()) is not None
+
     def num_held_of(self, prefix: list[tuple[int, int]]) -> int:
         """How many of these blocks are in a table, so that sharing them takes nothing from `num_free`."""
         return sum(self._ref_counts[block] > 0 for block, _ in prefix)
@@ -77,7 +125,7 @@ class BlockManager:
         assert not sequence.block_table, "allocated twice"
         for block, content in prefix or ():
             self._cache.enter(block)
-            self._ref_counts[block] += 1
+            self._hold(block)
             sequence.block_table.append(block)
             sequence.contents.append(content)
         sequence.num_computed_tokens = len(sequence.block_table) * self.block_size
@@ -89,13 +137,13 @@ class BlockManager:
         Returns:
             Pairs (from, to) of blocks that must be copied before the write; at most one.
         """
-        table = sequence.block_table
         copies = []
-        if self._writes_shared_block(sequence):
-            index = sequence.num_computed_tokens // self.block_size
-            shared, table[index] = table[index], self._take()
-            self._ref_counts[shared] -= 1
-            copies.append((shared, table[index]))
+        shared = self._shared_block_to_write(sequence)
+        if shared is not None:
+            copy = self._take()
+            sequence.block_table[sequence.num_computed_tokens // self.block_size] = copy
+            self._let_go(shared)
+            copies.append((shared, copy))
         self._extend(sequence, num_tokens)
         return copies
 
@@ -121,25 +169,57 @@ class BlockManager:
         """Gives `child`, which has no blocks, all those of `parent`."""
         assert not child.block_table, "forked into a sequence with blocks"
         for block in parent.block_table:
-            self._ref_counts[block] += 1
+            self._hold(block)
         child.block_table.extend(parent.block_table)
         child.contents.extend(parent.contents)
+        child.num_computed_tokens = parent.num_computed_tokens
 
     def free(self, sequence: Sequence) -> None:
-        """Takes all blocks from `sequence`; a second time changes nothing."""
-        for block in reversed(sequence.block_table):  # the deepest is left first, so it is evicted first
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0 and not self._cache.leave(block):
-                self._free.append(block)
-        del sequence.block_table[:], sequence.contents[:]
+        """Takes all blocks of both pools from `sequence`; a second time changes nothing."""
+        self._release(sequence)
+        self._swap.release(sequence.swap_table)
         sequence.num_computed_tokens = 0
 
-    def num_shared(self) -> int:
-        """Blocks in more than one table."""
-        return sum(count > 1 for count in self._ref_counts)
+    def num_blocks_to_swap(self, group: SequenceGroup) -> int:
+        """Blocks that hold a group's computed tokens, in whichever pool; a shared one counts once."""
+        return len({block for sequence in group.live for block in self._computed(sequence) or sequence.swap_table})
+
+    def swap_out(self, group: SequenceGroup) -> None:
+        """Moves the blocks of a group's computed tokens to the swap pool; shared ones stay shared."""
+        copies: dict[int, int] = {}
+        for sequence in group.live:
+            for block in self._computed(sequence):
+                if block not in copies:
+                    copies[block] = self._swap.take(block)
+                sequence.swap_table.append(self._swap.hold(copies[block]))
+        for sequence in group.live:
+            self._release(sequence)
+
+    def take_swapped_out(self) -> list[tuple[int, int]]:
+        """Pairs (block, swap block) of all copies that `swap_out` asked for since the last call."""
+        return self._swap.take_copies()
+
+    def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
+        """Moves a group's blocks back.
+
+        Returns:
+            Pairs (swap block, block) that must be copied before anything else in the step.
+        """
+        copies: dict[int, int] = {}
+        for sequence in group.live:
+            for swap_block in sequence.swap_table:
+                if swap_block in copies:
+                    self._hold(copies[swap_block])
+                else:
+                    copies[swap_block] = self._take()
+                sequence.block_table.append(copies[swap_block])
+        for sequence in group.live:
+            self._swap.release(sequence.swap_table, copied=True)
+        return list(copies.items())
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Asserts the pool's invariants; `sequences` are all that may hold blocks."""
+        """Asserts the pools' invariants; `sequences` are all that may hold blocks."""
+        sequences = list(sequences)
         held = Counter(block for sequence in sequences for block in sequence.block_table)
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
@@ -149,10 +229,22 @@ class BlockManager:
         self._cache.check(free, set(held))
         for block, count in enumerate(self._ref_counts):
             assert count == held[block], f"block {block} has ref count {count} and is in {held[block]} tables"
+        assert self.num_held == len(held)
+        assert self.num_shared == sum(count > 1 for count in held.values())
+        assert self.num_references == held.total()
+        self._swap.check(Counter(block for sequence in sequences for block in sequence.swap_table))
 
-    def _writes_shared_block(self, sequence: Sequence) -> bool:
+    def _computed(self, sequence: Sequence) -> "array[int]":
+        """The blocks with KV in them; those allocated ahead of it come behind."""
+        return sequence.block_table[: self.num_blocks_for(sequence.num_computed_tokens)]
+
+    def _shared_block_to_write(self, sequence: Sequence) -> int | None:
+        """The block that the sequence writes next, if others hold it too. Only a block begun can be: full ones stay."""
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
-        return offset > 0 and self._ref_counts[sequence.block_table[index]] > 1
+        if offset == 0:
+            return None
+        block = sequence.block_table[index]
+        return block if self._ref_counts[block] > 1 else None
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> None:
         table = sequence.block_table
@@ -161,5 +253,27 @@ class BlockManager:
 
     def _take(self) -> int:
         block = self._free.pop() if self._free else self._cache.evict()
-        self._ref_counts[block] = 1
+        self._hold(block)
         return block
+
+    def _hold(self, block: int) -> None:
+        count = self._ref_counts[block]
+        self._ref_counts[block] = count + 1
+        self.num_references += 1
+        self.num_held += count == 0
+        self.num_shared += count == 1
+
+    def _let_go(self, block: int) -> None:
+        count = self._ref_counts[block]
+        self._ref_counts[block] = count - 1
+        self.num_references -= 1
+        self.num_shared -= count == 2
+        if count == 1:
+            self.num_held -= 1
+            if not self._cache.leave(block):
+                self._free.append(block)
+
+    def _release(self, sequence: Sequence) -> None:
+        for block in reversed(sequence.block_table):  # the deepest is left first, so it is evicted first
+            self._let_go(block)
+        del sequence.block_table[:], sequence.contents[:]

@@ -1,11 +1,12 @@
 """The scheduler's settings."""
 
-from typing import Self
+from dataclasses import fields
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from protos.process import Settings
-from scheduler.scheduler import Policy
+from scheduler.policy import Policy, PreemptionMode
 
 
 class SchedulerSettings(Settings):
@@ -16,8 +17,17 @@ class SchedulerSettings(Settings):
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of a step at most, prefill and decode together")
     max_num_seqs: int = Field(128, ge=1, description="sequences that run together at most")
     max_waiting_requests: int = Field(4096, ge=1, description="requests that wait at most; more are refused")
+    max_waiting_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that wait at most, of all requests")
     watermark: float = Field(0.01, ge=0, lt=1, description="share of the blocks that admission leaves free for growth")
     prefix_caching: bool = Field(True, description="find blocks again by the tokens in them")
+    chunked_prefill: bool = Field(True, description="let chunks of prompts join the decodes of a step")
+    delay_factor: float = Field(
+        0.0, ge=0, description="without chunked prefill: wait for prompts so many times the last prefill step's time"
+    )
+    preemption_mode: Literal["auto", "recompute", "swap"] = Field(
+        "auto", description="how a request loses its blocks: auto takes what is estimated to cost less"
+    )
+    aging_s: float = Field(10.0, ge=0, description="seconds of waiting that one level of priority is worth")
     lease_s: float = Field(5.0, gt=0, description="seconds that requests outlive a lost router")
     step_timeout_s: float = Field(120.0, gt=0, description="seconds after which a step's worker is given up")
     drain_grace_s: float = Field(30.0, ge=0, description="seconds that live requests get to finish after SIGTERM")
@@ -30,10 +40,5 @@ class SchedulerSettings(Settings):
 
     def policy(self) -> Policy:
         """The part that the core knows."""
-        return Policy(
-            self.max_num_batched_tokens,
-            self.max_num_seqs,
-            self.max_waiting_requests,
-            self.watermark,
-            self.prefix_caching,
-        )
+        chosen = {field.name: getattr(self, field.name) for field in fields(Policy)}
+        return Policy(**chosen | {"preemption_mode": PreemptionMode(self.preemption_mode)})

@@ -90,7 +90,7 @@ class SchedulerLoop:
         """Returns when no request is live, or after `grace_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while self.core is not None and self.core.num_running + self.core.num_waiting:
+                while self.core is not None and self.core.num_live:
                     self._settled.clear()
                     await self._settled.wait()
 
@@ -111,8 +111,9 @@ class SchedulerLoop:
                 raise ValueError(message)
             log.error("worker refused: %s", message)
             return False
+        pools = BlockManager(info.num_blocks, info.block_size, info.num_cpu_blocks)
         if self.core is None:
-            self.core = Scheduler(policy, BlockManager(info.num_blocks, info.block_size))
+            self.core = Scheduler(policy, pools)
             self.info = info
             self.ready.set()
         assert self.info is not None
@@ -121,8 +122,10 @@ class SchedulerLoop:
                 facts = {"field": name, "worker": getattr(info, name), "serving": getattr(self.info, name)}
                 log.error("worker refused: it is not the one that is served", extra=facts)
                 return False
-        if info.num_blocks != self.core.blocks.num_blocks:
-            self.core.replace_pool(BlockManager(info.num_blocks, info.block_size))
+        if (info.num_blocks, info.num_cpu_blocks) != (self.core.blocks.num_blocks, self.core.blocks.num_swap_blocks):
+            self.core.replace_pool(pools)
+        if info.swap_ms_per_block:
+            self.core.rates.note_swap(1, info.swap_ms_per_block / 1e3)
         self.info = info
         facts = {"model": info.model, "blocks": info.num_blocks, "block_size": info.block_size, "epoch": info.epoch}
         log.info("worker connected", extra=facts)
@@ -134,10 +137,13 @@ class SchedulerLoop:
             start = self._clock()
             self._sessions.purge(start - max(_RETENTION_S, self._settings.lease_s))
             plan = self.core.schedule(start)
+            self._sessions.deliver_tokens(plan.new_tokens)
             self.deliver_finished(plan.ignored)
-            for group in plan.expired:
-                waited_ms = (start - group.arrival) * 1e3
-                self._fail(group, grpc.StatusCode.DEADLINE_EXCEEDED, f"its deadline passed after {waited_ms:.0f} ms")
+            for dropped in plan.dropped:
+                self._fail(dropped.group, grpc.StatusCode.DEADLINE_EXCEEDED, dropped.message)
+            for preemption in plan.preempted:
+                facts = {"request_id": preemption.group.request_id, "by": preemption.group.preempted_by}
+                log.info("preempted", extra=facts | {"reason": preemption.reason})
             if not plan.rows:
                 await self._link.check()
                 await self._idle()
@@ -198,6 +204,3 @@ class SchedulerLoop:
     def _note_step(self, plan: Plan, start: float) -> None:
         self.last_step_ms = (self._clock() - start) * 1e3
         self.last_step_tokens = plan.num_tokens
-        if plan.num_preempted:
-            facts = {"groups": plan.num_preempted, "free_blocks": self.core.blocks.num_free if self.core else 0}
-            log.info("preempted for want of blocks", extra=facts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from protos.columns import pack
 from protos.worker_pb2 import ExecuteModelRequest, NewRequest
+from scheduler.preemption import Preemption
 from scheduler.sequence import Sequence, SequenceGroup
 
 
@@ -34,24 +35,43 @@ class Finished:
     """A sequence reached its final status, which stands in it.
 
     Attributes:
-        stop_token_id: the sampled id that stopped it, if one did.
         message: why, where the client could not know.
     """
 
     group: SequenceGroup
     sequence: Sequence
-    stop_token_id: int | None = None
     message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A group that was given up for its deadline; it has ended."""
+
+    group: SequenceGroup
+    message: str
+
+
+@dataclass(slots=True)
+class NewTokens:
+    """Tokens that `sequence` got in a step: its output from `first_index` on."""
+
+    group: SequenceGroup
+    sequence: Sequence
+    first_index: int
 
 
 @dataclass(slots=True)
 class Plan:
-    """One step. Without rows there is nothing to run, though `ignored` and `expired` may tell of groups that ended.
+    """One step. Without rows there is nothing to run, though `ignored` and `dropped` may tell of groups that ended.
 
     Attributes:
-        blocks_to_copy: pairs (from, to), before the forward.
+        blocks_to_swap_out: pairs (block, swap block), done first.
+        blocks_to_swap_in: pairs (swap block, block), done next.
+        blocks_to_copy: pairs (from, to), done before the forward.
+        new_tokens: outputs that came with the sequences of `ignored`.
         ignored: sequences of groups that are too large for the pool, or for the one that replaced it; they have ended.
-        expired: groups whose deadline passed; they have ended.
+        dropped: groups whose deadline passed, or can not be met; they have ended.
+        preempted: groups that lost their blocks to older ones.
         new_groups: groups in the rows that the worker has not seen.
         forget: numbers of requests that the worker has seen and nobody needs.
     """
@@ -59,12 +79,16 @@ class Plan:
     step_id: int
     rows: list[Row] = field(default_factory=list)
     new_groups: list[SequenceGroup] = field(default_factory=list)
+    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
+    new_tokens: list[NewTokens] = field(default_factory=list)
     ignored: list[Finished] = field(default_factory=list)
-    expired: list[SequenceGroup] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    preempted: list[Preemption] = field(default_factory=list)
     forget: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    num_preempted: int = 0
+    num_prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +97,19 @@ class StepResult:
 
     Attributes:
         failed: places of samples whose logits were not finite; their groups end.
+        candidate_token_ids: of the samples of beam searches, in order, as many for each as its search wants.
+        candidate_logprobs: of the same.
+        step_s: time that the worker took, its swapping aside.
+        swap_s: time that it took for swapping.
     """
 
     token_ids: Seq[int]
     logprobs: Seq[float]
     failed: Seq[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """Tokens that `sequence` got in a step: its output from `first_index` on."""
-
-    group: SequenceGroup
-    sequence: Sequence
-    first_index: int
+    candidate_token_ids: Seq[int] = ()
+    candidate_logprobs: Seq[float] = ()
+    step_s: float = 0.0
+    swap_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -121,6 +144,12 @@ def to_request(plan: Plan, epoch: int) -> ExecuteModelRequest:
         block_tables=b"".join(row.sequence.block_table.tobytes() for row in rows),
         sample_rows=pack(i for i, _ in samples),
         sample_sequence_indexes=pack(index for _, index in samples),
-        blocks_to_copy=pack(block for pair in plan.blocks_to_copy for block in pair),
+        blocks_to_swap_out=_pairs(plan.blocks_to_swap_out),
+        blocks_to_swap_in=_pairs(plan.blocks_to_swap_in),
+        blocks_to_copy=_pairs(plan.blocks_to_copy),
         finished_request_ids=pack(plan.forget),
     )
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> bytes:
+    return pack(block for pair in pairs for block in pair)

@@ -8,95 +8,93 @@ A sequence has tokens, and some of them are computed. There are no phases: a pro
 recomputation after a preemption are all "compute the next tokens"; who reaches its last token samples one more.
 """
 
-import enum
-import heapq
 import itertools
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from protos.sampling_pb2 import Sampling
+from scheduler.admission import (
+    Admission,
+    Blocked,
+    can_allocate,
+    max_tokens_that_fit,
+    num_blocks_to_admit,
+    num_blocks_to_swap_in,
+    why_never,
+)
+from scheduler.beam import BeamParams, BeamSearch
 from scheduler.block_manager import BlockManager
-from scheduler.plan import Finished, NewTokens, Plan, Row, StepOutputs, StepResult
+from scheduler.deadlines import Deadlines
+from scheduler.decoding import Decoder
+from scheduler.plan import Finished, Plan, Row, StepOutputs, StepResult
+from scheduler.policy import MAX_PRIORITY, MIN_PRIORITY, Policy, PreemptionMode
+from scheduler.preemption import Preemption, Rates, choose_mode
+from scheduler.queues import Queues
 from scheduler.sequence import Sequence, SequenceGroup, Status
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The bounds that the core keeps.
-
-    Attributes:
-        max_num_batched_tokens: tokens of a step at most, prefill and decode together.
-        max_num_seqs: running sequences at most.
-        max_waiting_requests: groups in the waiting queue at most.
-        watermark: share of the blocks that admission leaves free, so that what runs can grow.
-        prefix_caching: whether blocks are found again by the tokens in them.
-    """
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_waiting_requests: int
-    watermark: float = 0.01
-    prefix_caching: bool = True
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_seqs ({self.max_num_seqs}) must be at least 1 and at most max_num_batched_tokens "
-                f"({self.max_num_batched_tokens}): every running sequence decodes one token a step"
-            )
-        if self.max_waiting_requests < 1:
-            raise ValueError(f"max_waiting_requests ({self.max_waiting_requests}) must be at least 1")
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark ({self.watermark}) must be in [0, 1)")
-
-
 class QueueFull(Exception):
-    """The waiting queue holds as many groups as it may; nothing was changed."""
-
-
-class Admission(enum.Enum):
-    """Whether a waiting group can have its blocks."""
-
-    OK = enum.auto()
-    LATER = enum.auto()
-    NEVER = enum.auto()
+    """The waiting queue holds as much as it may; nothing was changed."""
 
 
 class Scheduler:
-    """Owns all groups from submission to their end."""
+    """Owns all groups from submission to their end.
+
+    Attributes:
+        queues: where each of them is.
+        rates: what the worker's steps showed it can do.
+        num_looked_up_tokens: prompt tokens looked up in the prefix cache, at first admission.
+        num_found_tokens: those that were found.
+        last_step_was_full: whether the step planned last has no room for another token.
+    """
 
     def __init__(self, policy: Policy, blocks: BlockManager) -> None:
         self.policy = policy
-        self.blocks = blocks
+        self.queues = Queues(blocks)
+        self.rates = Rates()
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_swap_outs = 0
+        self.num_swap_ins = 0
+        self.num_looked_up_tokens = 0
+        self.num_found_tokens = 0
+        self._decoder = Decoder(self.queues)
+        self._deadlines = Deadlines()
         self._numbers = itertools.count(1)
-        self._groups: dict[int, SequenceGroup] = {}
-        # A heap by number, so by arrival: a preempted group comes back to its old place. Ended groups stay in it until
-        # they surface, as in _deadlines.
-        self._waiting: list[tuple[int, SequenceGroup]] = []
-        self._deadlines: list[tuple[float, int, SequenceGroup]] = []
-        # Oldest admission first.
-        self._running: dict[int, SequenceGroup] = {}
-        self._forget: list[int] = []
-        self._num_watermark_blocks = int(policy.watermark * blocks.num_blocks)
+        self._blocked: Blocked | None = None
+        self.last_step_was_full = False
+        # How long the last step with prompts took.
+        self._prefill_step_s = 0.0
+
+    @property
+    def blocks(self) -> BlockManager:
+        """The pools."""
+        return self.queues.blocks
+
+    @property
+    def num_live(self) -> int:
+        """Groups that have not ended."""
+        return len(self.queues.groups)
 
     @property
     def num_running(self) -> int:
         """Groups that hold blocks."""
-        return len(self._running)
+        return len(self.queues.running)
+
+    @property
+    def num_swapped(self) -> int:
+        """Groups whose blocks are in the swap pool."""
+        return len(self.queues.swapped)
 
     @property
     def num_waiting(self) -> int:
         """Groups that wait for blocks."""
-        return len(self._groups) - len(self._running)
+        return len(self.queues.waiting)
 
     @property
     def next_deadline(self) -> float | None:
-        """The time at which `schedule` has a group to drop, if it has nothing else to do."""
-        self._skip_ended_deadlines()
-        return self._deadlines[0][0] if self._deadlines else None
+        """The time at which `schedule` has a deadline to look at, if it has nothing else to do."""
+        return self._deadlines.next_time
 
     def submit(
         self,
@@ -108,96 +106,137 @@ class Scheduler:
         min_tokens: int = 0,
         stop_token_ids: Iterable[int] = (),
         sampling: Sampling | None = None,
+        beam: BeamParams | None = None,
+        priority: int = 0,
         salt: str = "",
         now: float,
         deadline: float | None = None,
     ) -> SequenceGroup:
-        """Puts a new group at the end of the waiting queue.
+        """Puts a new group into the waiting queue.
 
         Raises:
-            ValueError: no prompt, no tokens wanted, or more sequences than can ever run together.
-            QueueFull: the queue is at its bound.
+            ValueError: no prompt, no tokens wanted, more sequences than can ever run together, or no such priority.
+            QueueFull: the queue is at a bound.
         """
         if not prompt_token_ids or n < 1 or max_tokens < 1:
             raise ValueError("a request needs a prompt, at least one sequence and at least one token")
-        if n > self.policy.max_num_seqs:
-            raise ValueError(f"n ({n}) is more than the {self.policy.max_num_seqs} sequences that run together")
-        if self.num_waiting >= self.policy.max_waiting_requests:
-            raise QueueFull(f"{self.num_waiting} requests are waiting already")
+        if beam is not None and n > beam.width:
+            raise ValueError(f"n ({n}) is more than the {beam.width} hypotheses of the beam search")
+        num_seqs = n if beam is None else beam.width
+        if num_seqs > self.policy.max_num_seqs:
+            name = "n" if beam is None else "beam_width"
+            raise ValueError(f"{name} ({num_seqs}) is more than the {self.policy.max_num_seqs} that run together")
+        if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+            raise ValueError(f"priority ({priority}) is not in {MIN_PRIORITY} .. {MAX_PRIORITY}")
+        self._check_room(len(prompt_token_ids))
+        number, stops = next(self._numbers), frozenset(stop_token_ids)
         group = SequenceGroup(
-            number=next(self._numbers),
+            number=number,
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             n=n,
-            max_tokens=min(max_tokens, self._max_tokens_that_fit(len(prompt_token_ids), n)),
+            max_tokens=min(max_tokens, max_tokens_that_fit(len(prompt_token_ids), num_seqs, self.blocks)),
             min_tokens=min_tokens,
-            stop_token_ids=frozenset(stop_token_ids),
+            stop_token_ids=stops,
             sampling=sampling,
             arrival=now,
+            rank=(now - priority * self.policy.aging_s, number),
             salt=salt,
             deadline=deadline,
+            beam=BeamSearch(beam, stops, min_tokens) if beam is not None else None,
         )
-        self._groups[group.number] = group
-        self._drop_ended(self._waiting)
-        heapq.heappush(self._waiting, (group.number, group))
-        self._drop_ended(self._deadlines)
+        self.queues.submit(group)
         if deadline is not None:
-            heapq.heappush(self._deadlines, (deadline, group.number, group))
+            self._deadlines.watch(group, self.rates, self.num_live)
         return group
 
     def abort(self, group: SequenceGroup) -> None:
         """Ends all of a group's sequences now; its blocks are free on return. A group that has ended stays as it is."""
         for sequence in list(group.live):
-            self._finish(group, sequence, Status.FINISHED_ABORTED)
+            self.queues.finish(group, sequence, Status.FINISHED_ABORTED)
 
-    def stop(self, group: SequenceGroup, sequence_index: int) -> Finished | None:
+    def stop(self, group: SequenceGroup, sequence_index: int, num_tokens: int | None = None) -> Finished | None:
         """Ends one sequence, in whose text the router found a stop string; the group's others go on.
 
+        Args:
+            group: of which the sequence is.
+            sequence_index: which one.
+            num_tokens: output tokens up to the stop string's end; those sampled since are dropped. None keeps all.
+
         Returns:
-            None when it has ended already.
+            None when it has ended already, or is a beam: of their text nobody knows.
         """
-        for sequence in group.live:
+        for sequence in group.live if group.beam is None else ():
             if sequence.index == sequence_index:
-                self._finish(group, sequence, Status.FINISHED_STOPPED)
+                self.queues.finish(group, sequence, Status.FINISHED_STOPPED)
+                if num_tokens is not None:
+                    sequence.cut(num_tokens)
                 return Finished(group, sequence)
         return None
 
+    def preempt(self, group: SequenceGroup, by: SequenceGroup | None = None) -> Preemption:
+        """Takes a running group's blocks, by the way that the policy chooses, until it is its turn again.
+
+        What the step in flight computes for it is lost.
+        """
+        mode, reason = choose_mode(group, self.policy.preemption_mode, self.blocks, self.rates)
+        self.num_preemptions += 1
+        group.num_preemptions += 1
+        group.preempted_by = by.request_id if by is not None else ""
+        group.preemption_reason = reason
+        if mode is PreemptionMode.SWAP:
+            self.num_swap_outs += 1
+            self.queues.swap_out(group)
+        else:
+            self.queues.preempt(group)
+        return Preemption(group, mode, reason)
+
     def requeue_running(self) -> list[SequenceGroup]:
-        """The worker is gone and all KV with it: every running group goes back to its place in the waiting queue.
+        """The worker is gone and all KV with it: every group goes back to its place in the waiting queue.
 
         Returns:
-            The groups, to be computed again.
+            Those that ran, to be computed again.
         """
-        lost = list(self._running.values())
+        lost = list(self.queues.running)
         for group in lost:
             group.num_failed_steps += 1
-            self._to_waiting(group)
-        for group in self._groups.values():
-            group.known_to_worker = False
-        self._forget.clear()
-        self.blocks.disown_all()
+        self.queues.forget_worker()
         return lost
 
     def replace_pool(self, blocks: BlockManager) -> None:
-        """Takes another pool, of a new worker, while no group runs; requests too long for it end earlier."""
-        assert not self._running, "blocks are held"
-        self.blocks = blocks
-        self._num_watermark_blocks = int(self.policy.watermark * blocks.num_blocks)
-        for group in self._groups.values():
-            group.max_tokens = min(group.max_tokens, self._max_tokens_that_fit(group.num_prompt_tokens, group.n))
+        """Takes other pools, of a new worker, while nothing holds blocks; requests too long for them end earlier."""
+        assert not self.queues.running + self.queues.swapped, "blocks are held"
+        self.queues.blocks = blocks
+        for group in self.queues.groups.values():
+            group.max_tokens = min(
+                group.max_tokens, max_tokens_that_fit(group.num_prompt_tokens, group.num_seqs, blocks)
+            )
 
     def schedule(self, now: float) -> Plan:
-        """Plans one step: running groups oldest first, decodes before chunks, then new groups while there is room."""
+        """Plans one step.
+
+        What runs goes first, oldest first; then what was swapped out comes back; then new groups come in, as long as
+        there are tokens in the budget, sequences and blocks. Without chunked prefill prompts and decodes take turns.
+        """
         self.num_steps += 1
         plan = Plan(self.num_steps)
-        self._drop_expired(plan, now)
-        self._schedule_running(plan)
-        for row in plan.rows:
-            self._remember(row)
-        if not plan.num_preempted:
+        plan.dropped = self._deadlines.take_late(now, self.blocks, self.rates)
+        for dropped in plan.dropped:
+            self.abort(dropped.group)
+        if self.policy.chunked_prefill:
+            self._schedule_running(plan)
+            self._swap_in(plan)
             self._admit(plan, now)
+        else:
+            self._schedule_running(plan, prefilling=True)
+            self._admit(plan, now)
+            if not plan.rows:
+                self._schedule_running(plan, prefilling=False)
+                self._swap_in(plan)
         if plan.rows:
-            plan.forget, self._forget = self._forget, []
+            plan.blocks_to_swap_out = self.blocks.take_swapped_out()
+            plan.forget = self.queues.take_gone()
+        self.last_step_was_full = plan.num_tokens == self.policy.max_num_batched_tokens
         assert plan.num_tokens <= self.policy.max_num_batched_tokens, "over budget"
         return plan
 
@@ -206,228 +245,155 @@ class Scheduler:
 
         Groups that ended while the step ran are passed over; what the step computed for them is lost with their blocks.
         """
-        outputs = StepOutputs()
-        failed = set(result.failed)
-        place = 0
-        for row in plan.rows:
-            group, sequence = row.group, row.sequence
-            group.num_failed_steps = 0
-            first_place, place = place, place + len(row.samples)
-            if failed and not failed.isdisjoint(range(first_place, place)):
-                if group.live:
-                    outputs.failed.append(group)
-                    for live in group.live:
-                        self.blocks.disown(live)
-                    self.abort(group)
-                continue
-            if sequence.status is Status.RUNNING:
-                sequence.num_computed_tokens = row.start + row.num_new_tokens
-                if not group.forked and sequence.num_computed_tokens == group.num_prompt_tokens:
-                    self._fork(group)
-            for i, sampled in enumerate(row.samples, first_place):
-                if sampled.status is Status.RUNNING:
-                    self._append(group, sampled, result.token_ids[i], result.logprobs[i], outputs)
-        return outputs
+        if plan.num_prefill_tokens:
+            self._prefill_step_s = result.step_s
+        self.rates.note_step(plan.num_tokens, plan.num_prefill_tokens, result.step_s)
+        self.rates.note_swap(len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in), result.swap_s)
+        return self._decoder.decode(plan, result)
 
     def check(self) -> None:
         """Asserts the invariants of queues and blocks; for tests, after every step."""
-        self.blocks.check(sequence for group in self._groups.values() for sequence in group.sequences)
-        waiting = {group.number for _, group in self._waiting if group.live and group.number not in self._running}
-        assert waiting | self._running.keys() == self._groups.keys(), "a live group is in no queue"
-        for group in self._groups.values():
-            status = Status.RUNNING if group.number in self._running else Status.WAITING
-            assert group.live, "an ended group is still here"
-            assert all(sequence.status is status for sequence in group.live), "a sequence is in two queues"
-            assert all(s.status.finished and not s.block_table for s in group.sequences if s not in group.live)
-            if status is Status.WAITING:
-                assert not any(sequence.block_table for sequence in group.live), "a waiting group holds blocks"
-        assert sum(len(group.live) for group in self._running.values()) <= self.policy.max_num_seqs
+        self.queues.check(self.policy.max_num_seqs)
 
-    # Running groups
+    # What runs
 
-    def _schedule_running(self, plan: Plan) -> None:
-        # Decodes are one token each and always fit; what they leave of the budget goes to longer chunks, oldest first.
-        chunk_budget = self.policy.max_num_batched_tokens - sum(len(group.live) for group in self._running.values())
-        for group in list(self._running.values()):
-            if group.number not in self._running:  # preempted for an older one
-                continue
-            first_row, first_copy = len(plan.rows), len(plan.blocks_to_copy)
-            for sequence in group.live if group.forked else (group.root,):
-                wanted = group.target(sequence) - sequence.num_computed_tokens
-                num_new_tokens = 1 + min(wanted - 1, chunk_budget)
-                if not self._reserve(plan, group, sequence, num_new_tokens):  # all or nothing
-                    plan.num_tokens -= sum(row.num_new_tokens for row in plan.rows[first_row:])
-                    del plan.rows[first_row:], plan.blocks_to_copy[first_copy:]
-                    return
-                chunk_budget -= num_new_tokens - 1
-                self._add_row(plan, group, sequence, num_new_tokens)
+    def _schedule_running(self, plan: Plan, *, prefilling: bool | None = None) -> None:
+        """Rows for the running groups, or for those of them that are `prefilling` or not."""
+        running = self.queues.running
+        groups = [group for group in running if prefilling is None or prefilling == group.prefilling]
+        # Every sequence gets a token. What they leave of the budget goes to longer chunks, oldest first.
+        chunk_budget = self.policy.max_num_batched_tokens - sum(group.num_seqs for group in groups)
+        for group in groups:
+            if group.root.status is not Status.RUNNING:
+                break  # preempted for an older one, and so are all behind it
+            chunk_budget -= self._schedule_group(plan, group, chunk_budget)
 
-    def _reserve(self, plan: Plan, group: SequenceGroup, sequence: Sequence, num_new_tokens: int) -> bool:
-        """Gets blocks for a sequence's next tokens, from the newest groups where too few are free.
+    def _schedule_group(self, plan: Plan, group: SequenceGroup, chunk_budget: int) -> int:
+        """Rows for all sequences of a running group, or for none where it is preempted itself.
 
         Returns:
-            False when that came down to its own group, which is preempted then.
+            Tokens that were taken from `chunk_budget`: all but the first of each row.
         """
-        num_tokens = sequence.num_computed_tokens + num_new_tokens
-        while self.blocks.num_blocks_to_append(sequence, num_tokens) > self.blocks.num_free:
-            victim = next(reversed(self._running.values()))
-            assert len(self._running) > 1, "a group alone has no room, though its max_tokens fits"
-            self._preempt(plan, victim)
+        blocks = self.blocks
+        num_extra, rows, growth = 0, [], []
+        for sequence in group.live if group.forked else (group.root,):
+            num_missing = group.target(sequence) - sequence.num_computed_tokens
+            if num_missing > 0:
+                extra = min(num_missing - 1, chunk_budget - num_extra)
+                num_extra += extra
+                rows.append((sequence, 1 + extra))
+                if not blocks.has_slots(sequence, end := sequence.num_computed_tokens + 1 + extra):
+                    growth.append((sequence, end))
+        if growth and not self._reserve(plan, group, growth):
+            return 0
+        for sequence, num_new_tokens in rows:
+            self._add_row(plan, group, sequence, num_new_tokens)
+        return num_extra
+
+    def _reserve(self, plan: Plan, group: SequenceGroup, growth: list[tuple[Sequence, int]]) -> bool:
+        """Gets blocks for the next tokens of a group, from the groups of the highest ranks where too few are free.
+
+        Returns:
+            False when that came down to the group itself, which is preempted then.
+        """
+        while self.blocks.num_blocks_to_append(growth) > self.blocks.num_free:
+            victim = self.queues.running[-1]
+            assert victim is not self.queues.running[0], "a group alone has no room, though its max_tokens fits"
+            plan.preempted.append(self.preempt(victim, by=group))
             if victim is group:
                 return False
-        plan.blocks_to_copy += self.blocks.append_slots(sequence, num_tokens)
+        for sequence, num_tokens in growth:
+            plan.blocks_to_copy += self.blocks.append_slots(sequence, num_tokens)
         return True
 
-    def _preempt(self, plan: Plan, victim: SequenceGroup) -> None:
-        """Takes all of a group's blocks; its tokens are computed again later (recompute, SOSP'23 section 4.5)."""
-        plan.num_preempted += 1
-        self.num_preemptions += 1
-        victim.num_preemptions += 1
-        self._to_waiting(victim)
+    def _add_row(self, plan: Plan, group: SequenceGroup, sequence: Sequence, num_new_tokens: int) -> None:
+        """Plans tokens that have their slots.
 
-    def _add_row(self, plan: Plan, group: SequenceGroup, sequence: Sequence, num_new_tokens: int) -> Row:
-        samples: tuple[Sequence, ...] | list[Sequence] = ()
+        Later rows, of this step already, find the blocks that it fills: the worker writes the KV of a step's tokens
+        before it attends to them, layer by layer.
+        """
         end = sequence.num_computed_tokens + num_new_tokens
-        if group.forked:
-            samples = (sequence,) if end == sequence.num_tokens else ()
-        elif end == group.num_prompt_tokens and end == sequence.num_tokens:
-            samples = list(group.live)
+        samples: tuple[Sequence, ...] | list[Sequence] = ()
+        if end == sequence.num_tokens:
+            samples = (sequence,) if group.forked else list(group.live)
         if not group.known_to_worker:
             group.known_to_worker = True
             plan.new_groups.append(group)
-        row = Row(group, sequence, sequence.num_computed_tokens, num_new_tokens, samples)
-        plan.rows.append(row)
+        plan.rows.append(Row(group, sequence, sequence.num_computed_tokens, num_new_tokens, samples))
         plan.num_tokens += num_new_tokens
-        return row
-
-    def _remember(self, row: Row) -> None:
-        """Lets later rows, of this step already, find the blocks that `row` fills.
-
-        The worker writes the KV of a step's tokens before it attends to them, layer by layer, so a row may build on
-        what another row of the same step computes. A row that is remembered is sent: nothing takes it back.
-        """
+        if num_new_tokens > 1:
+            plan.num_prefill_tokens += num_new_tokens
         if self.policy.prefix_caching:
-            self.blocks.remember(row.group, row.sequence, row.start + row.num_new_tokens)
+            self.blocks.remember(group, sequence, end)
 
-    # Waiting groups
+    # What waits
+
+    def _swap_in(self, plan: Plan) -> None:
+        """Brings groups back from the swap pool, oldest first, unless others have just lost their blocks."""
+        queues = self.queues
+        while queues.swapped and not plan.preempted:
+            group = queues.swapped[0]
+            num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
+            turns = not self.policy.chunked_prefill and plan.rows and group.prefilling
+            if turns or num_tokens_left < group.num_seqs or self._too_many_seqs(group) or self._is_blocked(group):
+                return
+            num_blocks = num_blocks_to_swap_in(group, self.blocks) + self.num_reserved()
+            if queues.running and num_blocks > self.blocks.num_free:
+                self._blocked = Blocked(group, num_blocks)
+                return  # alone it fits in any case: its max_tokens sees to that
+            plan.blocks_to_swap_in += queues.swap_in(group)
+            self.num_swap_ins += 1
+            self._schedule_group(plan, group, num_tokens_left - group.num_seqs)
 
     def _admit(self, plan: Plan, now: float) -> None:
-        num_seqs = sum(len(group.live) for group in self._running.values())
-        while plan.num_tokens < self.policy.max_num_batched_tokens and (group := self._first_waiting()):
-            root = group.root
-            tokens = group.token_ids(root, 0, group.target(root))
-            prefix = self.blocks.match(tokens, group.salt) if self.policy.prefix_caching else []
-            admission = self._can_allocate(group, prefix)
-            if admission is Admission.NEVER:
-                message = (
-                    f"{group.n} x (a prompt of {group.num_prompt_tokens} tokens and one more) need more than the "
-                    f"{self.blocks.num_blocks} KV blocks of {self.blocks.block_size} tokens that there are"
-                )
-                for sequence in list(group.live):
-                    # With output it had its blocks once, in a larger pool of an earlier worker.
-                    capped = bool(sequence.output_token_ids)
-                    self._finish(group, sequence, Status.FINISHED_LENGTH_CAPPED if capped else Status.FINISHED_IGNORED)
-                    plan.ignored.append(Finished(group, sequence, message=message))
-                continue
-            num_seqs += len(group.live)
-            if admission is Admission.LATER or num_seqs > self.policy.max_num_seqs:
+        """Lets waiting groups in by rank, the first that can not come in holds up all others: nobody is overtaken."""
+        if self.queues.swapped or plan.preempted or not self.prompts_are_due(now):
+            return
+        while group := self.queues.waiting.head():
+            num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
+            if not num_tokens_left or self._too_many_seqs(group) or self._is_blocked(group):
                 return
-            heapq.heappop(self._waiting)
-            self._running[group.number] = group
-            for sequence in group.live:
-                sequence.move_to(Status.RUNNING)
-            self.blocks.allocate(root, len(tokens), prefix)
+            tokens = group.token_ids(group.root, 0, group.target(group.root))
+            prefix = self.blocks.match(tokens, group.salt) if self.policy.prefix_caching else []
+            match can_allocate(group, prefix, self.blocks, self.num_reserved()):
+                case Admission.NEVER:
+                    self._decoder.end_unfinished(plan, group, why_never(group, self.blocks))
+                    continue
+                case Admission.LATER:
+                    num_blocks = num_blocks_to_admit(group, self.blocks) - self.blocks.num_held_of(prefix)
+                    self._blocked = Blocked(group, num_blocks + self.num_reserved(), tokens, prefix)
+                    return
+            num_missing = len(tokens) - len(prefix) * self.blocks.block_size
+            if not self.policy.chunked_prefill and plan.rows and num_missing > num_tokens_left:
+                return  # only a prompt longer than a whole step is cut
+            self.queues.admit(group, len(tokens), prefix)
             if group.first_scheduled is None:
                 group.first_scheduled = now
-                group.num_cached_prompt_tokens = root.num_computed_tokens
-            budget = self.policy.max_num_batched_tokens - plan.num_tokens
-            self._remember(self._add_row(plan, group, root, min(len(tokens) - root.num_computed_tokens, budget)))
+                group.num_cached_prompt_tokens = group.root.num_computed_tokens
+                self.num_looked_up_tokens += group.num_prompt_tokens
+                self.num_found_tokens += group.num_cached_prompt_tokens
+            self._add_row(plan, group, group.root, min(num_missing, num_tokens_left))
 
-    def _first_waiting(self) -> SequenceGroup | None:
-        while self._waiting and not self._waiting[0][1].live:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
+    def _too_many_seqs(self, group: SequenceGroup) -> bool:
+        return self.queues.num_running_seqs + group.num_seqs > self.policy.max_num_seqs
 
-    def _can_allocate(self, group: SequenceGroup, prefix: list[tuple[int, int]]) -> Admission:
-        """OK leaves the watermark free, unless nothing else runs: then nobody else is there to grow."""
-        num_blocks = self._num_blocks_to_readmit(group)
-        if num_blocks > self.blocks.num_blocks:
-            return Admission.NEVER
-        watermark = self._num_watermark_blocks if self._running else 0
-        num_taken = num_blocks - self.blocks.num_held_of(prefix)
-        return Admission.OK if num_taken <= self.blocks.num_free - watermark else Admission.LATER
+    def num_reserved(self) -> int:
+        """Blocks that newcomers leave free, so that what runs can grow; none when nothing runs."""
+        return int(self.policy.watermark * self.blocks.num_blocks) if self.queues.running else 0
 
-    def _num_blocks_to_readmit(self, group: SequenceGroup) -> int:
-        """Blocks for the group's tokens and one more each: full prompt blocks once, the rest for each sequence."""
-        num_shared = group.num_prompt_tokens // self.blocks.block_size
-        return num_shared + sum(self.blocks.num_blocks_for(s.num_tokens + 1) - num_shared for s in group.live)
+    def _is_blocked(self, group: SequenceGroup) -> bool:
+        return self._blocked is not None and bool(self.queues.running) and self._blocked.holds(group, self.blocks)
 
-    def _max_tokens_that_fit(self, num_prompt_tokens: int, n: int) -> int:
-        """Output tokens at which n sequences alone fill the pool.
+    def prompts_are_due(self, now: float) -> bool:
+        """False while the delay factor lets prompts gather, so that decodes are held up less often."""
+        head = self.queues.waiting.head()
+        if head is None or not self.queues.running:
+            return True
+        return now - head.arrival >= self.policy.delay_factor * self._prefill_step_s
 
-        Capping a request by it means that a group alone can always grow, so that the oldest never waits. A prompt that
-        leaves no room is refused at admission, whatever this says.
-        """
-        num_shared = num_prompt_tokens // self.blocks.block_size
-        num_own_tokens = (self.blocks.num_blocks - num_shared) // n * self.blocks.block_size
-        return max(1, num_shared * self.blocks.block_size + num_own_tokens - num_prompt_tokens)
-
-    def _drop_expired(self, plan: Plan, now: float) -> None:
-        self._skip_ended_deadlines()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            group = heapq.heappop(self._deadlines)[2]
-            self.abort(group)
-            plan.expired.append(group)
-            self._skip_ended_deadlines()
-
-    def _skip_ended_deadlines(self) -> None:
-        while self._deadlines and not self._deadlines[0][2].live:
-            heapq.heappop(self._deadlines)
-
-    def _drop_ended(self, heap: list) -> None:
-        """Keeps a heap within twice the live groups, at constant cost a submission."""
-        if len(heap) > 2 * len(self._groups) + 64:
-            heap[:] = [entry for entry in heap if entry[-1].live]
-            heapq.heapify(heap)
-
-    # Changes of a group
-
-    def _fork(self, group: SequenceGroup) -> None:
-        root = group.root
-        for child in group.live[1:]:
-            self.blocks.fork(root, child)
-            child.num_computed_tokens = root.num_computed_tokens
-        group.forked = True
-
-    def _append(
-        self, group: SequenceGroup, sequence: Sequence, token_id: int, logprob: float, outputs: StepOutputs
-    ) -> None:
-        first_index = len(sequence.output_token_ids)
-        sequence.append(token_id, logprob)
-        outputs.new_tokens.append(NewTokens(group, sequence, first_index))
-        num_output_tokens = first_index + 1
-        if token_id in group.stop_token_ids and num_output_tokens > group.min_tokens:
-            self._finish(group, sequence, Status.FINISHED_STOPPED)
-            outputs.finished.append(Finished(group, sequence, stop_token_id=token_id))
-        elif num_output_tokens >= group.max_tokens:
-            self._finish(group, sequence, Status.FINISHED_LENGTH_CAPPED)
-            outputs.finished.append(Finished(group, sequence))
-
-    def _to_waiting(self, group: SequenceGroup) -> None:
-        del self._running[group.number]
-        for sequence in group.live:
-            self.blocks.free(sequence)
-            sequence.move_to(Status.WAITING)
-        group.forked = len(group.live) == 1
-        heapq.heappush(self._waiting, (group.number, group))
-
-    def _finish(self, group: SequenceGroup, sequence: Sequence, status: Status) -> None:
-        """Ends a sequence and, with its last one, the group."""
-        sequence.move_to(status)
-        self.blocks.free(sequence)
-        group.live.remove(sequence)
-        if not group.live:
-            del self._groups[group.number]
-            self._running.pop(group.number, None)
-            if group.known_to_worker:
-                self._forget.append(group.number)
+    def _check_room(self, num_prompt_tokens: int) -> None:
+        policy, waiting = self.policy, self.queues.waiting
+        if len(waiting) >= policy.max_waiting_requests:
+            raise QueueFull(f"{len(waiting)} requests are waiting already")
+        if waiting.num_tokens and waiting.num_tokens + num_prompt_tokens > policy.max_waiting_tokens:
+            raise QueueFull(f"requests with {waiting.num_tokens} prompt tokens are waiting already")

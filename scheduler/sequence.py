@@ -8,6 +8,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from protos.sampling_pb2 import Sampling
+from scheduler.beam import BeamSearch
 
 
 class Status(enum.Enum):
@@ -15,6 +16,7 @@ class Status(enum.Enum):
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
+    SWAPPED = enum.auto()
     FINISHED_STOPPED = enum.auto()
     FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
@@ -23,7 +25,7 @@ class Status(enum.Enum):
     @property
     def finished(self) -> bool:
         """Whether this status is final."""
-        return self not in (Status.WAITING, Status.RUNNING)
+        return self not in _LEGAL
 
 
 _LEGAL = {
@@ -35,9 +37,16 @@ _LEGAL = {
         Status.FINISHED_IGNORED,
     },
     Status.RUNNING: {
-        Status.WAITING,  # preempted
+        Status.WAITING,  # preempted by recompute
+        Status.SWAPPED,  # preempted by swap
         Status.FINISHED_STOPPED,
         Status.FINISHED_LENGTH_CAPPED,
+        Status.FINISHED_ABORTED,
+    },
+    Status.SWAPPED: {
+        Status.RUNNING,
+        Status.WAITING,  # the worker is gone, and the swap pool with it
+        Status.FINISHED_STOPPED,
         Status.FINISHED_ABORTED,
     },
 }
@@ -49,11 +58,14 @@ class Sequence:
     Attributes:
         index: which of its group's sequences; from 0.
         output_token_ids: tokens sampled so far. The last one's KV is not computed yet.
+        output_logprobs: the log-probability of each.
         num_tokens: prompt and output together.
         num_computed_tokens: how many of them have their KV in the blocks.
         block_table: physical block of each logical one. Only the block manager writes it.
+        swap_table: while swapped, the swap pool's block of each logical one. Only the block manager writes it.
         contents: number in the prefix cache of what each full block holds. Only the block manager writes it.
         cumulative_logprob: sum over the output.
+        stop_token_id: the sampled id that stopped it, if one did.
     """
 
     __slots__ = (
@@ -63,8 +75,11 @@ class Sequence:
         "index",
         "num_computed_tokens",
         "num_tokens",
+        "output_logprobs",
         "output_token_ids",
         "status",
+        "stop_token_id",
+        "swap_table",
     )
 
     def __init__(self, index: int, num_prompt_tokens: int) -> None:
@@ -72,16 +87,37 @@ class Sequence:
         self.num_tokens = num_prompt_tokens
         self.num_computed_tokens = 0
         self.output_token_ids: array[int] = array("i")
+        self.output_logprobs: array[float] = array("f")
         self.block_table: array[int] = array("i")
+        self.swap_table: array[int] = array("i")
         self.contents: list[int] = []
         self.cumulative_logprob = 0.0
+        self.stop_token_id: int | None = None
         self.status = Status.WAITING
 
     def append(self, token_id: int, logprob: float) -> None:
         """Takes a sampled token."""
         self.output_token_ids.append(token_id)
+        self.output_logprobs.append(logprob)
         self.num_tokens += 1
         self.cumulative_logprob += logprob
+
+    def cut(self, num_output_tokens: int) -> None:
+        """Drops what was sampled beyond `num_output_tokens`."""
+        dropped = self.output_logprobs[num_output_tokens:]
+        self.cumulative_logprob -= sum(dropped)
+        self.num_tokens -= len(dropped)
+        del self.output_token_ids[num_output_tokens:], self.output_logprobs[num_output_tokens:]
+
+    def fork(self, index: int) -> "Sequence":
+        """A sequence of the same tokens, without blocks."""
+        child = Sequence(index, self.num_tokens)
+        child.num_computed_tokens = self.num_computed_tokens
+        child.output_token_ids = self.output_token_ids[:]
+        child.output_logprobs = self.output_logprobs[:]
+        child.cumulative_logprob = self.cumulative_logprob
+        child.status = self.status
+        return child
 
     def move_to(self, status: Status) -> None:
         """Changes status; AssertionError on a change that no rule allows."""
@@ -98,15 +134,21 @@ class SequenceGroup:
 
     Attributes:
         number: the scheduler's number of the request, in order of arrival.
+        n: sequences that the client gets.
         max_tokens: output tokens of each sequence at most.
         min_tokens: output tokens before which no stop id ends a sequence.
         sampling: for the worker, unread here.
         arrival: time of submission, s.
+        rank: who goes first: the least. Unique.
         salt: groups of different salts never share blocks.
         deadline: time after which nobody waits for it, s; None for never.
+        beam: set for a beam search, whose sequences come and go; it starts with one.
+        sequences: all that the client gets, by index; of a beam search those that are searched, until it has ended.
         live: its unfinished sequences, by index.
         forked: whether all live sequences have blocks.
         first_scheduled: time of the first plan that held it, s.
+        preempted_by: the request that got its blocks the last time.
+        preemption_reason: in words, by which way it lost them then, and why.
         num_cached_prompt_tokens: prompt tokens whose KV was there already when it was first admitted.
         num_failed_steps: steps in a row that were lost with their worker while this group ran.
         known_to_worker: whether a plan has brought it to the worker.
@@ -121,21 +163,26 @@ class SequenceGroup:
     stop_token_ids: frozenset[int]
     sampling: Sampling | None
     arrival: float
+    rank: tuple[float, int]
     salt: str = ""
     deadline: float | None = None
+    beam: BeamSearch | None = None
     sequences: list[Sequence] = field(init=False)
     live: list[Sequence] = field(init=False)
     forked: bool = field(init=False)
     first_scheduled: float | None = None
     num_preemptions: int = 0
+    preempted_by: str = ""
+    preemption_reason: str = ""
     num_cached_prompt_tokens: int = 0
     num_failed_steps: int = 0
     known_to_worker: bool = False
 
     def __post_init__(self) -> None:
-        self.sequences = [Sequence(index, len(self.prompt_token_ids)) for index in range(self.n)]
+        num_sequences = self.n if self.beam is None else 1
+        self.sequences = [Sequence(index, len(self.prompt_token_ids)) for index in range(num_sequences)]
         self.live = list(self.sequences)
-        self.forked = self.n == 1
+        self.forked = num_sequences == 1
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -143,13 +190,45 @@ class SequenceGroup:
         return len(self.prompt_token_ids)
 
     @property
+    def num_seqs(self) -> int:
+        """Sequences that may run of it at once, as `max_num_seqs` counts them."""
+        if self.beam is not None and self.live:
+            return self.beam.width
+        return len(self.live)
+
+    @property
     def root(self) -> Sequence:
         """The sequence that computes the prompt for all."""
         return self.live[0]
 
+    @property
+    def status(self) -> Status:
+        """The status of its live sequences, who share it; of an ended group that of its first."""
+        return (self.live or self.sequences)[0].status
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether more of it has to be computed than the token that was sampled last."""
+        if not self.forked:
+            return True
+        return any(sequence.num_tokens - sequence.num_computed_tokens > 1 for sequence in self.live)
+
     def target(self, sequence: Sequence) -> int:
-        """How many tokens of `sequence` can be computed now; a root that others fork from stops at the prompt's end."""
-        return sequence.num_tokens if self.forked else self.num_prompt_tokens
+        """How many tokens of `sequence` can be computed now.
+
+        A root that others fork from stops at the prompt's end. Beams sample in the same step or not at all, so one that
+        is ahead of the others, which are computed again, waits before its last token.
+        """
+        if not self.forked:
+            return self.num_prompt_tokens
+        if self.beam is not None and len(self.live) > 1 and self.prefilling:
+            return sequence.num_tokens - 1
+        return sequence.num_tokens
+
+    def move_to(self, status: Status) -> None:
+        """Changes the status of all live sequences."""
+        for sequence in self.live:
+            sequence.move_to(status)
 
     def token_ids(self, sequence: Sequence, start: int, end: int) -> "array[int]":
         """Token ids `start:end` of `sequence`, counted from the prompt's first."""

@@ -11,11 +11,19 @@ from protos import session_pb2 as pb
 from protos.columns import pack, unpack
 from protos.errors import Refusal, unavailable
 from protos.rpc import SESSION_PROTOCOL_VERSION
+from scheduler.beam import BeamParams, EarlyStopping
 from scheduler.config import SchedulerSettings
+from scheduler.describe import describe, describe_request
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import QueueFull, Scheduler
+from scheduler.sequence import SequenceGroup
 from scheduler.sessions import Outbox, RouterSession, Sessions
 
+_EARLY_STOPPING = {
+    pb.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
+    pb.EARLY_STOPPING_FALSE: EarlyStopping.FALSE,
+    pb.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+}
 _LOAD_INTERVAL_S = 1.0
 _RETRY_DELAY_MS = 1000
 log = logging.getLogger(__name__)
@@ -79,22 +87,16 @@ class SessionService:
 
     async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> pb.GetStateResponse:
         """Queues and blocks as they are now."""
-        core, loop = self._core(), self._loop
-        blocks = core.blocks
-        return pb.GetStateResponse(
-            serving=loop.serving,
-            num_waiting=core.num_waiting,
-            num_running=core.num_running,
-            num_blocks=blocks.num_blocks,
-            num_free_blocks=blocks.num_free - blocks.num_idle,
-            num_cached_blocks=blocks.num_idle,
-            num_held_blocks=blocks.num_blocks - blocks.num_free,
-            num_shared_blocks=blocks.num_shared(),
-            num_steps=core.num_steps,
-            num_preemptions=core.num_preemptions,
-            last_step_ms=loop.last_step_ms,
-            last_step_tokens=loop.last_step_tokens,
-        )
+        return describe(self._core(), self._loop)
+
+    async def Explain(self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext) -> pb.ExplainResponse:
+        """Why a live request is where it is."""
+        core = self._core()
+        ticket = self._sessions.find(request.request_id)
+        if ticket is None:
+            message = f"request_id: no live request is called {request.request_id[:128]!r}"
+            raise Refusal(grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND", message)
+        return describe_request(core, ticket.group, self._loop.serving, time.monotonic())
 
     async def report_load(self) -> None:
         """Tells every router the load when it changed: within a second, and at once when serving begins or ends."""
@@ -151,6 +153,7 @@ class SessionService:
             max_num_batched_tokens=self._settings.max_num_batched_tokens,
             max_num_seqs=self._settings.max_num_seqs,
             max_waiting_requests=self._settings.max_waiting_requests,
+            max_waiting_tokens=self._settings.max_waiting_tokens,
         )
         welcome = pb.Welcome(
             scheduler_epoch=self._epoch,
@@ -192,19 +195,8 @@ class SessionService:
             if self._draining:
                 message = "the scheduler is shutting down"
                 return _reject(outbox, submit.handle, grpc.StatusCode.UNAVAILABLE, message, _RETRY_DELAY_MS)
-            now = time.monotonic()
             try:
-                group = self._core().submit(
-                    request_id=submit.request_id,
-                    prompt_token_ids=unpack(submit.prompt_token_ids),
-                    n=submit.n,
-                    max_tokens=submit.max_tokens,
-                    min_tokens=submit.sampling.min_tokens,
-                    stop_token_ids=submit.stop_token_ids,
-                    sampling=submit.sampling,
-                    now=now,
-                    deadline=now + submit.timeout_ms / 1e3 if submit.timeout_ms else None,
-                )
+                group = self._submit_to_core(submit)
             except QueueFull as full:
                 code = grpc.StatusCode.RESOURCE_EXHAUSTED
                 return _reject(outbox, submit.handle, code, str(full), _RETRY_DELAY_MS)
@@ -214,6 +206,31 @@ class SessionService:
             self._loop.wake()
         accepted = pb.Accepted(handle=submit.handle)
         return outbox.put(pb.SessionResponse(accepted=accepted))
+
+    def _submit_to_core(self, submit: pb.Submit) -> SequenceGroup:
+        beam, now = None, time.monotonic()
+        if submit.HasField("beam_search"):
+            search = submit.beam_search
+            if search.early_stopping not in _EARLY_STOPPING or search.width < 1:
+                raise ValueError("beam_search needs a width and a known early_stopping")
+            beam = BeamParams(search.width, search.length_penalty, _EARLY_STOPPING[search.early_stopping])
+        group = self._core().submit(
+            request_id=submit.request_id,
+            prompt_token_ids=unpack(submit.prompt_token_ids),
+            n=submit.n,
+            max_tokens=submit.max_tokens,
+            min_tokens=submit.sampling.min_tokens,
+            stop_token_ids=submit.stop_token_ids,
+            sampling=submit.sampling,
+            beam=beam,
+            priority=submit.priority,
+            salt=submit.cache_salt,
+            now=now,
+            deadline=now + submit.timeout_ms / 1e3 if submit.timeout_ms else None,
+        )
+        if group.beam is not None:
+            submit.sampling.num_candidates = group.beam.num_candidates
+        return group
 
     def _cancel(self, session: RouterSession, handle: int) -> None:
         ticket = session.tickets.get(handle)
@@ -226,7 +243,7 @@ class SessionService:
     def _stop_sequence(self, session: RouterSession, stop: pb.StopSequence) -> None:
         ticket = session.tickets.get(stop.handle)
         if ticket is not None:
-            finished = self._core().stop(ticket.group, stop.sequence_index)
+            finished = self._core().stop(ticket.group, stop.sequence_index, stop.num_tokens or None)
             if finished is not None:
                 self._loop.deliver_finished([finished])
                 self._loop.wake()

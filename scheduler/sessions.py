@@ -222,7 +222,9 @@ class Sessions:
         """Queues what a reconnected router has not got: it has `num_tokens` of each sequence's tokens."""
         outbox = ticket.session.outbox
         assert outbox is not None
-        for sequence, num in zip(ticket.group.sequences, num_tokens, strict=False):
+        group = ticket.group
+        searching = group.beam is not None and group.live  # nothing is told of a search before its end
+        for sequence, num in zip(() if searching else group.sequences, num_tokens, strict=False):
             missing = sequence.output_token_ids[num:]
             if missing:
                 outbox.put_tokens(ticket.handle, sequence.index, num, missing)
@@ -235,10 +237,11 @@ class Sessions:
 def _finished_row(ticket: Ticket, end: Finished) -> pb.Finished:
     group, sequence = end.group, end.sequence
     waited = 0.0 if group.first_scheduled is None else group.first_scheduled - group.arrival
-    row = pb.Finished(
+    return pb.Finished(
         handle=ticket.handle,
         sequence_index=sequence.index,
         status=_FINISH_STATUS[sequence.status],
+        stop_token_id=sequence.stop_token_id,
         cumulative_logprob=sequence.cumulative_logprob,
         stats=pb.RequestStats(
             queue_ms=waited * 1e3,
@@ -247,6 +250,3 @@ def _finished_row(ticket: Ticket, end: Finished) -> pb.Finished:
         ),
         message=end.message,
     )
-    if end.stop_token_id is not None:
-        row.stop_token_id = end.stop_token_id
-    return row

@@ -74,7 +74,16 @@ class WorkerLink:
         if not isinstance(response, ExecuteModelResponse):  # the stream's end
             raise WorkerLost(await self._last_words())
         assert response.step_id == plan.step_id, "results out of order"
-        return StepResult(unpack(response.token_ids), unpack_floats(response.logprobs), unpack(response.failed_samples))
+        timings = response.timings
+        return StepResult(
+            unpack(response.token_ids),
+            unpack_floats(response.logprobs),
+            unpack(response.failed_samples),
+            unpack(response.candidate_token_ids),
+            unpack_floats(response.candidate_logprobs),
+            step_s=(timings.prepare_ms + timings.forward_ms + timings.sample_ms - timings.swap_ms) / 1e3,
+            swap_s=timings.swap_ms / 1e3,
+        )
 
     def close_stream(self) -> None:
         """Cancels the stream of steps, if one is open: an abandoned call is never collected."""

@@ -1,10 +1,14 @@
 """Fixtures that several test files share."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+# As in the worker process: OpenMP's threads spin for milliseconds otherwise, which takes seconds on shared cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 @pytest.fixture(scope="session")

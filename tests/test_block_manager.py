@@ -29,10 +29,10 @@ def test_appending_within_the_last_block_takes_none_and_over_its_edge_takes_one(
     sequence = sequence_of(3)
     blocks.allocate(sequence, 3)
     sequence.num_computed_tokens = 3
-    assert blocks.num_blocks_to_append(sequence, 4) == 0
+    assert blocks.num_blocks_to_append([(sequence, 4)]) == 0
     assert blocks.append_slots(sequence, 4) == []
     sequence.num_computed_tokens = 4
-    assert blocks.num_blocks_to_append(sequence, 5) == 1
+    assert blocks.num_blocks_to_append([(sequence, 5)]) == 1
     blocks.append_slots(sequence, 5)
     assert len(sequence.block_table) == 2
     blocks.check([sequence])
@@ -45,15 +45,15 @@ def test_a_fork_shares_all_blocks_and_the_first_writer_copies_the_last_one():
     parent.num_computed_tokens = child.num_computed_tokens = 6
     blocks.fork(parent, child)
     assert blocks.num_free == 2
-    assert blocks.num_shared() == 2
+    assert blocks.num_shared == 2
 
     shared = parent.block_table[1]
-    assert blocks.num_blocks_to_append(parent, 7) == 1
+    assert blocks.num_blocks_to_append([(parent, 7)]) == 1
     assert blocks.append_slots(parent, 7) == [(shared, parent.block_table[1])]
     assert parent.block_table[0] == child.block_table[0]
     assert child.block_table[1] == shared != parent.block_table[1]
 
-    assert blocks.num_blocks_to_append(child, 7) == 0, "the last holder writes in place"
+    assert blocks.num_blocks_to_append([(child, 7)]) == 0, "the last holder writes in place"
     assert blocks.append_slots(child, 7) == []
     blocks.check([parent, child])
 

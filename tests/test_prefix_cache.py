@@ -6,9 +6,10 @@ import pytest
 
 from scheduler.block_manager import BlockManager
 from scheduler.plan import StepResult
+from scheduler.policy import Policy
 from scheduler.prefix_cache import PrefixCache
-from scheduler.scheduler import Policy, Scheduler
-from scheduler.sequence import SequenceGroup
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import SequenceGroup, Status
 
 LONG = list(range(10, 22))  # twelve tokens: three blocks of four
 
@@ -56,7 +57,7 @@ def test_requests_admitted_in_one_step_share_what_the_first_of_them_computes():
     for last in (1, 2, 3):
         submit(core, [*LONG, last], max_tokens=2)
     assert step(core) == [(1, 0, 13), (2, 12, 1), (3, 12, 1)]
-    assert core.blocks.num_shared() == 3
+    assert core.blocks.num_shared == 3
 
 
 def test_only_blocks_that_the_step_fills_are_shared_in_it():
@@ -104,7 +105,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again():
     while new.num_preemptions == 0:
         step(core)
     num_tokens = new.sequences[0].num_tokens
-    while new.number not in core._running:
+    while new.status is not Status.RUNNING:
         planned = step(core)
     assert planned == [(2, 8, num_tokens - 8)], "both its full blocks were left alone"
 
@@ -168,3 +169,14 @@ def test_two_blocks_of_one_content_keep_it_in_the_first():
     assert not cache.leave(6), "the second has nothing to keep"
     with pytest.raises(AssertionError, match="was written"):
         cache.add(5, "", b"others")
+
+
+def test_a_group_that_was_too_large_comes_in_when_its_prefix_is_there_to_share():
+    core = make(num_blocks=8, budget=8)
+    submit(core, [*LONG, 1, 2, 3, 4, 5, 6, 7, 8], max_tokens=9)  # five blocks, computed in three steps
+    sharing = submit(core, [*LONG, 1, 2, 3, 4, 9], max_tokens=9)
+    step(core)
+    step(core)
+    assert sharing.status is Status.WAITING, "five blocks of its own are not free"
+    step(core)
+    assert sharing.status is Status.RUNNING, "with four shared ones it needs two"

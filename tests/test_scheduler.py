@@ -1,51 +1,13 @@
 """The scheduler core: what each step holds, with numbers small enough to do by hand. No clock, no port, no torch."""
 
-from array import array
-
 import pytest
+from scheduler_by_hand import STOP, make, rows, step, submit
 
 from protos.columns import unpack
-from scheduler.block_manager import BlockManager
-from scheduler.plan import Plan, StepOutputs, StepResult, to_request
-from scheduler.scheduler import Policy, QueueFull, Scheduler
-from scheduler.sequence import SequenceGroup, Status
-
-STOP = 2
-
-
-def make(
-    num_blocks=100, block_size=4, budget=16, max_num_seqs=8, max_waiting=100, watermark=0.0, prefix_caching=False
-) -> Scheduler:
-    policy = Policy(budget, max_num_seqs, max_waiting, watermark, prefix_caching)
-    return Scheduler(policy, BlockManager(num_blocks, block_size))
-
-
-def submit(core: Scheduler, prompt: int | list[int], max_tokens=100, n=1, now=0.0, **options) -> SequenceGroup:
-    tokens = list(range(10, 10 + prompt)) if isinstance(prompt, int) else prompt
-    return core.submit(
-        request_id="r",
-        prompt_token_ids=array("i", tokens),
-        n=n,
-        max_tokens=max_tokens,
-        stop_token_ids=[STOP],
-        now=now,
-        **options,
-    )
-
-
-def step(core: Scheduler, token: int = 7, now: float = 0.0) -> tuple[Plan, StepOutputs]:
-    """Plans, and answers each sample with `token`."""
-    plan = core.schedule(now)
-    core.check()
-    num_samples = sum(len(row.samples) for row in plan.rows)
-    outputs = core.update(plan, StepResult([token] * num_samples, [-0.5] * num_samples))
-    core.check()
-    return plan, outputs
-
-
-def rows(plan: Plan) -> list[tuple[int, int, int]]:
-    """(request number, first position, tokens) of each row."""
-    return [(row.group.number, row.start, row.num_new_tokens) for row in plan.rows]
+from scheduler.plan import StepResult, to_request
+from scheduler.policy import Policy
+from scheduler.scheduler import QueueFull
+from scheduler.sequence import Status
 
 
 def test_a_prompt_is_computed_then_a_token_a_step_until_max_tokens():
@@ -68,8 +30,8 @@ def test_a_stop_id_ends_a_sequence_but_not_before_min_tokens():
     step(core, STOP)
     step(core, STOP)
     assert group.live
-    _, outputs = step(core, STOP)
-    assert outputs.finished[0].stop_token_id == STOP
+    step(core, STOP)
+    assert group.sequences[0].stop_token_id == STOP
     assert group.sequences[0].status is Status.FINISHED_STOPPED
     assert len(group.sequences[0].output_token_ids) == 3
 
@@ -143,9 +105,9 @@ def test_a_full_pool_preempts_the_newest_group():
     new = submit(core, 7)
     step(core)  # both at 8 tokens with the sampled one
     plan, _ = step(core)  # positions 7, no new block
-    assert plan.num_preempted == 0
+    assert not plan.preempted
     plan, _ = step(core)  # position 8: each needs a third block, none is free
-    assert plan.num_preempted == 1
+    assert len(plan.preempted) == 1
     assert rows(plan) == [(1, 8, 1)]
     assert (old.num_preemptions, new.num_preemptions) == (0, 1)
     assert new.sequences[0].status is Status.WAITING
@@ -159,7 +121,7 @@ def test_a_preempted_sequence_computes_prompt_and_output_again_and_samples_the_n
     while new.num_preemptions == 0:
         step(core)
     kept = new.sequences[0].output_token_ids.tolist()
-    while new.number not in core._running:
+    while new.root.status is not Status.RUNNING:
         plan, _ = step(core)
     assert rows(plan) == [(2, 0, 7 + len(kept))]
     assert len(new.sequences[0].output_token_ids) == len(kept) + 1
@@ -175,7 +137,7 @@ def test_a_preempted_group_returns_before_one_that_arrived_later():
     assert third.first_scheduled is None
     while third.first_scheduled is None:
         step(core)
-    assert second.number in core._running, "the block left free meanwhile did not go to the later one"
+    assert second.status is Status.RUNNING, "the block left free meanwhile did not go to the later one"
 
 
 def test_the_oldest_group_always_finishes_however_small_the_pool():
@@ -221,7 +183,7 @@ def test_a_preempted_group_of_several_shares_its_prompt_again():
         step(core)
     outputs_before = [sequence.output_token_ids.tolist() for sequence in group.sequences]
     assert all(outputs_before)
-    while group.number not in core._running:
+    while group.root.status is not Status.RUNNING:
         step(core)
     assert group.forked
     assert group.live[0].block_table[0] == group.live[1].block_table[0]
@@ -238,9 +200,9 @@ def test_a_group_of_several_is_preempted_all_or_nothing():
     group = submit(core, 7, n=2, max_tokens=20)
     for _ in range(40):
         plan, _ = step(core)
-        if plan.num_preempted:
+        if plan.preempted:
             break
-    assert plan.num_preempted == 1
+    assert len(plan.preempted) == 1
     assert not any(row.group is group for row in plan.rows)
     assert all(sequence.status is Status.WAITING for sequence in group.live)
     live_blocks = {block for row in plan.rows for block in row.sequence.block_table}
@@ -288,7 +250,7 @@ def test_a_waiting_group_is_dropped_when_its_deadline_passes_before_any_prefill_
     assert core.next_deadline == 5.0
     plan = core.schedule(5.0)
     assert plan.rows == []
-    assert plan.expired == [group]
+    assert [dropped.group for dropped in plan.dropped] == [group]
     assert group.sequences[0].status is Status.FINISHED_ABORTED
     assert core.next_deadline is None
 
@@ -298,12 +260,12 @@ def test_a_running_group_ends_when_its_deadline_passes():
     group = submit(core, 4, deadline=5.0)
     step(core, now=1.0)
     plan, _ = step(core, now=6.0)
-    assert plan.expired == [group]
+    assert [dropped.group for dropped in plan.dropped] == [group]
     assert core.blocks.num_free == 100
 
 
 def test_the_waiting_queue_is_bounded():
-    core = make(max_waiting=2)
+    core = make(max_waiting_requests=2)
     submit(core, 2)
     submit(core, 2)
     with pytest.raises(QueueFull, match="2 requests are waiting"):

@@ -1,88 +1,63 @@
 """Random walks over the scheduler core: whatever happens, no block leaks, no token is lost, everything ends once.
 
-The worker is a function of (request, sequence index, position), as counter-based sampling makes the real one: outputs
-may then not depend on memory, budget, or what else runs.
+Submit, step, abort, stop, preempt, lose the worker, let time pass, in any order, under any policy; `check()` after
+each. Forks, copies, swaps, evictions and deadlines come of themselves in pools this small. `make soak` walks for
+millions of steps.
 """
 
+import os
 from array import array
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_model import STOP, Memory, expected_outputs, run
 
+from scheduler.beam import BeamParams, EarlyStopping
 from scheduler.block_manager import BlockManager
-from scheduler.plan import Plan, Row, StepResult
-from scheduler.scheduler import Policy, QueueFull, Scheduler
+from scheduler.plan import Plan
+from scheduler.policy import Policy, PreemptionMode
+from scheduler.scheduler import QueueFull, Scheduler
 from scheduler.sequence import SequenceGroup, Status
 
-STOP = 0
+BUDGET, MAX_NUM_SEQS, MAX_WAITING_REQUESTS, MAX_WAITING_TOKENS = 9, 5, 6, 60
+NUM_BLOCKS, BLOCK_SIZE = 11, 3
 
-
-def next_token(group: SequenceGroup, sequence_index: int, position: int) -> int:
-    """What the model would sample; STOP one time in 13."""
-    return (len(group.prompt_token_ids) * 7919 + group.n * 131 + sequence_index * 31 + position * 17) % 13
-
-
-def expected_output(group: SequenceGroup, sequence_index: int) -> list[int]:
-    """The whole output of a sequence that nothing cuts short."""
-    tokens: list[int] = []
-    while len(tokens) < group.max_tokens:
-        tokens.append(next_token(group, sequence_index, len(group.prompt_token_ids) + len(tokens)))
-        if tokens[-1] == STOP and len(tokens) > group.min_tokens:
-            break
-    return tokens
-
-
-class Memory:
-    """KV as a worker would hold it: in each slot the tokens whose KV it is, all that it depends on."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
-
-    def clear(self) -> None:
-        self._slots.clear()
-
-    def execute(self, plan: Plan) -> None:
-        """Copies, writes what the rows compute, then reads all that they attend to."""
-        copied = {
-            (to, offset): self._slots[source, offset]
-            for source, to in plan.blocks_to_copy
-            for offset in range(self._block_size)
-            if (source, offset) in self._slots
-        }
-        self._slots |= copied
-        written = set()
-        for row in plan.rows:
-            for position in range(row.start, row.start + row.num_new_tokens):
-                slot = self._slot(row, position)
-                assert slot not in written, "two rows write one slot"
-                written.add(slot)
-                self._slots[slot] = tuple(row.group.token_ids(row.sequence, 0, position + 1))
-        for row in plan.rows:
-            for position in range(row.start + row.num_new_tokens):
-                tokens = tuple(row.group.token_ids(row.sequence, 0, position + 1))
-                assert self._slots.get(self._slot(row, position)) == tokens, "a row attends to another one's KV"
-
-    def _slot(self, row: Row, position: int) -> tuple[int, int]:
-        return row.sequence.block_table[position // self._block_size], position % self._block_size
-
-
-def run(plan: Plan) -> StepResult:
-    samples = [(row, sequence) for row in plan.rows for sequence in row.samples]
-    tokens = [next_token(row.group, sequence.index, row.start + row.num_new_tokens) for row, sequence in samples]
-    return StepResult(tokens, [-1.0] * len(tokens))
+beams = st.builds(
+    BeamParams,
+    width=st.integers(1, 4),
+    length_penalty=st.sampled_from([1.0, 0.0, 2.0, -1.0]),
+    early_stopping=st.sampled_from(EarlyStopping),
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Submit, step, abort, stop, lose the worker, let time pass; check after each."""
+    """One scheduler, its worker's memory, and all that happens to them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        policy = Policy(max_num_batched_tokens=9, max_num_seqs=5, max_waiting_requests=6, watermark=0.1)
-        self.core = Scheduler(policy, BlockManager(num_blocks=11, block_size=3))
-        self.memory = Memory(block_size=3)
+    @initialize(
+        num_swap_blocks=st.sampled_from([0, 3, 20]),
+        mode=st.sampled_from(PreemptionMode),
+        chunked_prefill=st.booleans(),
+        prefix_caching=st.booleans(),
+        watermark=st.sampled_from([0.0, 0.1]),
+    )
+    def start(self, num_swap_blocks, mode, chunked_prefill, prefix_caching, watermark):
+        policy = Policy(
+            max_num_batched_tokens=BUDGET,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_waiting_requests=MAX_WAITING_REQUESTS,
+            max_waiting_tokens=MAX_WAITING_TOKENS,
+            watermark=watermark,
+            prefix_caching=prefix_caching,
+            chunked_prefill=chunked_prefill,
+            delay_factor=0.0 if chunked_prefill else 0.5,
+            preemption_mode=mode,
+            aging_s=2.0,
+        )
+        self.core = Scheduler(policy, BlockManager(NUM_BLOCKS, BLOCK_SIZE, num_swap_blocks))
+        self.memory = Memory(BLOCK_SIZE)
         self.groups: list[SequenceGroup] = []
+        self.expected: dict[int, list[list[int]]] = {}
         self.ended: set[tuple[int, int]] = set()
         self.now = 0.0
         self.in_flight: Plan | None = None
@@ -92,53 +67,61 @@ class SchedulerMachine(RuleBasedStateMachine):
         branch=st.integers(0, 2),
         salt=st.sampled_from(["", "", "tenant"]),
         n=st.integers(1, 4),
+        beam=st.none() | beams,
         max_tokens=st.integers(1, 12),
         min_tokens=st.integers(0, 3),
+        priority=st.sampled_from([0, 0, 0, 10, -3]),
         patience=st.none() | st.floats(0.5, 20),
     )
-    def submit(self, prompt, branch, salt, n, max_tokens, min_tokens, patience):
+    def submit(self, prompt, branch, salt, n, beam, max_tokens, min_tokens, priority, patience):
+        num_waiting, num_tokens = self.core.num_waiting, self.core.queues.waiting.num_tokens
         try:
             group = self.core.submit(
                 request_id=f"r{len(self.groups)}",
                 # Prompts are beginnings of three long ones that part at their fifth token.
                 prompt_token_ids=array("i", [100 + place + 100 * branch * (place > 4) for place in range(prompt)]),
-                n=n,
+                n=n if beam is None else min(n, beam.width),
                 max_tokens=max_tokens,
                 min_tokens=min_tokens,
                 stop_token_ids=[STOP],
+                beam=beam,
+                priority=priority,
                 salt=salt,
                 now=self.now,
                 deadline=None if patience is None else self.now + patience,
             )
         except QueueFull:
-            assert self.core.num_waiting >= 6
+            assert num_waiting >= MAX_WAITING_REQUESTS or num_tokens + prompt > MAX_WAITING_TOKENS
         else:
             self.groups.append(group)
+            self.expected[group.number] = expected_outputs(group)
 
     @precondition(lambda self: self.in_flight is None)
     @rule()
     def schedule(self):
         self.now += 1.0
+        decoding = {group.number for group in self.core.queues.running if not group.prefilling}
         plan = self.core.schedule(self.now)
-        assert plan.num_tokens == sum(row.num_new_tokens for row in plan.rows) <= 9
-        assert len(plan.rows) <= 5
+        assert plan.num_tokens == sum(row.num_new_tokens for row in plan.rows) <= BUDGET
+        assert len(plan.rows) <= MAX_NUM_SEQS
         for row in plan.rows:
             assert row.start == row.sequence.num_computed_tokens
-            table_end = len(row.sequence.block_table) * 3
-            assert row.start + row.num_new_tokens <= table_end, "a token has no slot"
+            assert row.start + row.num_new_tokens <= len(row.sequence.block_table) * BLOCK_SIZE, "a token has no slot"
+        if not self.core.policy.chunked_prefill and any(row.group.number in decoding for row in plan.rows):
+            assert all(row.num_new_tokens == 1 for row in plan.rows), "a step mixes prefill and decode"
         self.memory.execute(plan)
         for end in plan.ignored:
             self.end_once(end.group, end.sequence.index)
         if plan.rows:
             self.in_flight = plan
-        elif self.core.num_waiting:
-            raise AssertionError("groups wait and nothing runs")
+        else:
+            assert not self.core.num_live, "groups wait and nothing runs"
 
     @precondition(lambda self: self.in_flight is not None)
-    @rule()
-    def update(self):
+    @rule(step_s=st.sampled_from([0.0, 0.1, 3.0]), swap_s=st.sampled_from([0.0, 0.1]))
+    def update(self, step_s=0.0, swap_s=0.0):
         assert self.in_flight is not None
-        outputs = self.core.update(self.in_flight, run(self.in_flight))
+        outputs = self.core.update(self.in_flight, run(self.in_flight, step_s, swap_s))
         self.in_flight = None
         for end in outputs.finished:
             self.end_once(end.group, end.sequence.index)
@@ -149,8 +132,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.core.requeue_running()
         self.in_flight = None
         self.memory.clear()
-        assert self.core.blocks.num_free == 11
+        assert self.core.blocks.num_free == NUM_BLOCKS
+        assert self.core.blocks.num_free_swap_blocks == self.core.blocks.num_swap_blocks
         assert self.core.blocks.num_idle == 0
+
+    @precondition(lambda self: self.core.num_running)
+    @rule(pick=st.randoms(use_true_random=False))
+    def preempt(self, pick):
+        self.core.preempt(pick.choice(self.core.queues.running))
 
     @precondition(lambda self: self.groups)
     @rule(pick=st.randoms(use_true_random=False))
@@ -172,31 +161,36 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def outputs_are_what_the_model_says_whatever_happened(self):
         for group in self.groups:
-            for sequence in group.sequences:
-                whole = expected_output(group, sequence.index)
+            if group.beam is not None and (group.live or group.status is Status.FINISHED_ABORTED):
+                continue  # its sequences are candidates, no outputs
+            for sequence, whole in zip(group.sequences, self.expected[group.number], strict=False):
                 output = sequence.output_token_ids.tolist()
                 assert output == whole[: len(output)]
-                if sequence.status in (Status.FINISHED_LENGTH_CAPPED,):
-                    assert output == whole
+                if sequence.status in (Status.FINISHED_LENGTH_CAPPED, Status.FINISHED_STOPPED):
+                    assert output == whole or (group.number, sequence.index) in self.ended
 
     def teardown(self):
+        if not hasattr(self, "core"):
+            return
         if self.in_flight is not None:
             self.update()
-        for _ in range(2000):
-            if not self.core.num_running + self.core.num_waiting:
+        for _ in range(4000):
+            if not self.core.num_live:
                 break
             self.schedule()
             if self.in_flight is not None:
                 self.update()
             self.core.check()
         assert all(sequence.status.finished for group in self.groups for sequence in group.sequences)
-        assert self.core.blocks.num_free == 11
-        assert not self.core._groups
+        assert self.core.blocks.num_free == NUM_BLOCKS
+        assert self.core.blocks.num_free_swap_blocks == self.core.blocks.num_swap_blocks
 
     def end_once(self, group: SequenceGroup, index: int) -> None:
         assert (group.number, index) not in self.ended, "a sequence ended twice"
         self.ended.add((group.number, index))
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=int(os.environ.get("PAGEWIRE_SOAK_WALKS", "200")), stateful_step_count=80, deadline=None
+)
 TestSchedulerMachine = SchedulerMachine.TestCase

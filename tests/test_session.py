@@ -8,7 +8,7 @@ from fakes import TEXT, FakeWorker, control_plane, outputs_of, request, scripted
 
 from protos import session_pb2 as pb
 from protos.columns import pack, unpack
-from protos.rpc import dial
+from protos.rpc import SESSION_PROTOCOL_VERSION, dial
 from protos.sampling_pb2 import Sampling
 from protos.session_pb2_grpc import SessionServiceStub
 
@@ -20,7 +20,7 @@ class HandRouter:
         self._stub = SessionServiceStub(channel)
         self._router_id = router_id
 
-    async def open(self, resume=(), protocol_version=1) -> pb.SessionResponse:
+    async def open(self, resume=(), protocol_version=SESSION_PROTOCOL_VERSION) -> pb.SessionResponse:
         self.call = self._stub.Session()
         hello = pb.Hello(router_id=self._router_id, protocol_version=protocol_version, resume=resume)
         await self.call.write(pb.SessionRequest(hello=hello))

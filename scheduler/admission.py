@@ -1,0 +1,86 @@
+"""Admission: whether a waiting group can have its blocks, now or ever."""
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+from scheduler.block_manager import BlockManager
+from scheduler.sequence import SequenceGroup
+
+
+class Admission(enum.Enum):
+    """Whether a waiting group can have its blocks."""
+
+    OK = enum.auto()
+    LATER = enum.auto()
+    NEVER = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """The first of its queue, when it found too few free blocks: to look again each step would cost time by its length.
+
+    Attributes:
+        num_blocks: that it needed.
+        token_ids: that it was to compute; none if they are in the swap pool.
+        prefix: what the prefix cache had of them.
+    """
+
+    group: SequenceGroup
+    num_blocks: int
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    prefix: list[tuple[int, int]] = field(default_factory=list)
+
+    def holds(self, group: SequenceGroup, blocks: BlockManager) -> bool:
+        """Whether nothing has changed for the better."""
+        if group is not self.group or blocks.num_free >= self.num_blocks:
+            return False
+        return not blocks.extends(self.prefix, self.token_ids, group.salt)
+
+
+def can_allocate(
+    group: SequenceGroup, prefix: list[tuple[int, int]], blocks: BlockManager, num_reserved: int
+) -> Admission:
+    """Whether a group, of whose tokens `prefix` holds the first, can come in and `num_reserved` blocks stay free."""
+    num_blocks = num_blocks_to_admit(group, blocks)
+    if num_blocks > blocks.num_blocks:
+        return Admission.NEVER
+    num_taken = num_blocks - blocks.num_held_of(prefix)
+    return Admission.OK if num_taken <= blocks.num_free - num_reserved else Admission.LATER
+
+
+def num_blocks_to_admit(group: SequenceGroup, blocks: BlockManager) -> int:
+    """Blocks for the group's tokens and one more each: full prompt blocks once, the rest for each sequence."""
+    num_shared = group.num_prompt_tokens // blocks.block_size
+    num_own = [blocks.num_blocks_for(sequence.num_tokens + 1) - num_shared for sequence in group.live]
+    num_to_come = group.num_seqs - len(group.live)  # beams that have not begun
+    return num_shared + sum(num_own) + num_to_come * num_own[0]
+
+
+def num_blocks_to_swap_in(group: SequenceGroup, blocks: BlockManager) -> int:
+    """Blocks for what is in the swap pool, and for the next tokens, so that the group need not leave again at once."""
+    num_blocks = blocks.num_blocks_to_swap(group)
+    for sequence in group.live if group.forked else group.live[:1]:
+        num_new = blocks.num_blocks_for(sequence.num_tokens) - len(sequence.swap_table)
+        begun = sequence.num_computed_tokens % blocks.block_size > 0  # perhaps shared, and to be copied
+        num_blocks += max(1, num_new + begun)
+    return num_blocks
+
+
+def max_tokens_that_fit(num_prompt_tokens: int, num_seqs: int, blocks: BlockManager) -> int:
+    """Output tokens at which `num_seqs` sequences of one prompt alone fill the pool.
+
+    Capping a request by it means that a group alone can always grow, so that the oldest never waits. A prompt that
+    leaves no room is refused at admission, whatever this says.
+    """
+    num_shared = num_prompt_tokens // blocks.block_size
+    num_own_tokens = (blocks.num_blocks - num_shared) // num_seqs * blocks.block_size
+    return max(1, num_shared * blocks.block_size + num_own_tokens - num_prompt_tokens)
+
+
+def why_never(group: SequenceGroup, blocks: BlockManager) -> str:
+    """What `Admission.NEVER` means, for the client."""
+    return (
+        f"{group.num_seqs} x (a prompt of {group.num_prompt_tokens} tokens and one more) need more than the "
+        f"{blocks.num_blocks} KV blocks of {blocks.block_size} tokens that there are"
+    )

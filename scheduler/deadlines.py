@@ -1,0 +1,72 @@
+"""Deadlines: who is not waited for any more, and who can not have a token in time."""
+
+import heapq
+
+from scheduler.block_manager import BlockManager
+from scheduler.plan import Dropped
+from scheduler.preemption import Rates
+from scheduler.sequence import SequenceGroup
+
+
+class Deadlines:
+    """When each group has to be looked at: at its deadline, or while it waits when its prompt would have to begin.
+
+    Looking at them in order of time costs nothing while no time has come, however many wait.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, SequenceGroup]] = []
+
+    @property
+    def next_time(self) -> float | None:
+        """The first time at which there is something to look at."""
+        while self._heap and not self._heap[0][2].live:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def watch(self, group: SequenceGroup, rates: Rates, num_live: int) -> None:
+        """Takes in a new group that has a deadline; `num_live` groups have not ended."""
+        if len(self._heap) > 2 * num_live + 64:
+            self._heap = [entry for entry in self._heap if entry[-1].live]
+            heapq.heapify(self._heap)
+        self._push(_latest_start(group, 0, rates), group)
+
+    def take_late(self, now: float, blocks: BlockManager, rates: Rates) -> list[Dropped]:
+        """The groups whose deadline has passed, and those that wait and can not have their first token by it."""
+        late = []
+        while (time := self.next_time) is not None and time <= now:
+            group = heapq.heappop(self._heap)[2]
+            assert group.deadline is not None
+            num_cached_tokens, start = 0, group.deadline
+            if group.first_scheduled is None and now < group.deadline:
+                # The rate may have changed since, and what is in the prefix cache.
+                num_cached_tokens = len(blocks.match(group.prompt_token_ids, group.salt)) * blocks.block_size
+                start = _latest_start(group, num_cached_tokens, rates)
+            if start > now:
+                self._push(start, group)
+            else:
+                late.append(Dropped(group, _why(group, num_cached_tokens, rates, now)))
+        return late
+
+    def _push(self, time: float, group: SequenceGroup) -> None:
+        heapq.heappush(self._heap, (time, group.number, group))
+
+
+def _latest_start(group: SequenceGroup, num_cached_tokens: int, rates: Rates) -> float:
+    """When the group's prompt has to begin so that its first token comes by its deadline, at the measured rate."""
+    assert group.deadline is not None
+    if not rates.prefill_tokens_per_s:
+        return group.deadline
+    return group.deadline - (group.num_prompt_tokens - num_cached_tokens) / rates.prefill_tokens_per_s
+
+
+def _why(group: SequenceGroup, num_cached_tokens: int, rates: Rates, now: float) -> str:
+    assert group.deadline is not None
+    waited_ms, left_ms = (now - group.arrival) * 1e3, (group.deadline - now) * 1e3
+    if left_ms <= 0:
+        return f"its deadline passed after {waited_ms:.0f} ms"
+    rate, num_tokens = rates.prefill_tokens_per_s, group.num_prompt_tokens - num_cached_tokens
+    return (
+        f"its deadline can not be met: it has waited {waited_ms:.0f} ms, {left_ms:.0f} ms are left, and computing "
+        f"{num_tokens} tokens of its prompt takes {num_tokens / rate * 1e3:.0f} ms at the measured {rate:.0f} tokens/s"
+    )

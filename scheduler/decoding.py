@@ -1,0 +1,153 @@
+"""What a step's tokens do to their groups: append, fork, finish. Every decoding method is made of these three."""
+
+from collections.abc import Sequence as Seq
+
+from scheduler.beam import Beam, Hypothesis
+from scheduler.plan import Finished, NewTokens, Plan, StepOutputs, StepResult
+from scheduler.queues import Queues
+from scheduler.sequence import Sequence, SequenceGroup, Status
+
+
+class Decoder:
+    """Takes tokens to the groups in `queues`."""
+
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+
+    def decode(self, plan: Plan, result: StepResult) -> StepOutputs:
+        """All rows of a step; groups that are not running any more are passed over."""
+        outputs = StepOutputs()
+        place, first_candidate = 0, 0
+        failed = set(result.failed)
+        searches: dict[int, list[tuple[Sequence, list[tuple[int, float]]]]] = {}
+        for row in plan.rows:
+            group, sequence = row.group, row.sequence
+            group.num_failed_steps = 0
+            if sequence.status is Status.RUNNING:
+                sequence.num_computed_tokens = row.start + row.num_new_tokens
+                if not group.forked and sequence.num_computed_tokens == group.num_prompt_tokens:
+                    self._fork_root(group)
+            for sampled in row.samples:
+                if failed and place in failed:
+                    self._fail(group, outputs)
+                if group.beam is not None:
+                    end = first_candidate + group.beam.num_candidates
+                    if sampled.status is Status.RUNNING:
+                        ids, logprobs = result.candidate_token_ids, result.candidate_logprobs
+                        candidates = list(zip(ids[first_candidate:end], logprobs[first_candidate:end], strict=True))
+                        searches.setdefault(group.number, []).append((sampled, candidates))
+                    first_candidate = end
+                elif sampled.status is Status.RUNNING:
+                    self._append(group, sampled, result.token_ids[place], result.logprobs[place], outputs)
+                place += 1
+        for number, beams in searches.items():
+            if number in self._queues.groups:
+                self._search(self._queues.groups[number], beams, outputs)
+        return outputs
+
+    def end_unfinished(self, plan: Plan, group: SequenceGroup, message: str) -> None:
+        """Ends a waiting group that can not run: IGNORED, or by its length if it had blocks in an earlier pool."""
+        if group.beam is not None and group.root.output_token_ids:
+            group.beam.conclude([_beam(sequence, []) for sequence in group.live])
+            self._end_search(group, plan.new_tokens, plan.ignored, message)
+            return
+        for sequence in list(group.live):
+            capped = bool(sequence.output_token_ids)
+            status = Status.FINISHED_LENGTH_CAPPED if capped else Status.FINISHED_IGNORED
+            self._queues.finish(group, sequence, status)
+            plan.ignored.append(Finished(group, sequence, message))
+        if group.beam is not None:  # the client waits for n ends
+            group.sequences = [_ended(group, index, None, Status.FINISHED_IGNORED) for index in range(group.n)]
+            plan.ignored[-1:] = [Finished(group, sequence, message) for sequence in group.sequences]
+
+    def _fork_root(self, group: SequenceGroup) -> None:
+        for child in group.live[1:]:
+            self._queues.blocks.fork(group.root, child)
+        group.forked = True
+
+    def _append(
+        self, group: SequenceGroup, sequence: Sequence, token_id: int, logprob: float, outputs: StepOutputs
+    ) -> None:
+        num_before = len(sequence.output_token_ids)
+        sequence.append(token_id, logprob)
+        outputs.new_tokens.append(NewTokens(group, sequence, num_before))
+        if token_id in group.stop_token_ids and num_before >= group.min_tokens:
+            sequence.stop_token_id = token_id
+            self._queues.finish(group, sequence, Status.FINISHED_STOPPED)
+            outputs.finished.append(Finished(group, sequence))
+        elif num_before + 1 >= group.max_tokens:
+            self._queues.finish(group, sequence, Status.FINISHED_LENGTH_CAPPED)
+            outputs.finished.append(Finished(group, sequence))
+
+    def _fail(self, group: SequenceGroup, outputs: StepOutputs) -> None:
+        if group.live:
+            outputs.failed.append(group)
+            for sequence in list(group.live):
+                self._queues.blocks.disown(sequence)
+                self._queues.finish(group, sequence, Status.FINISHED_ABORTED)
+
+    # Beam search
+
+    def _search(
+        self, group: SequenceGroup, beams: Seq[tuple[Sequence, list[tuple[int, float]]]], outputs: StepOutputs
+    ) -> None:
+        """Takes all beams of a group one token further: forks those with several continuations, frees those without."""
+        search, blocks = group.beam, self._queues.blocks
+        assert search is not None
+        assert len(beams) == len(group.live), "beams sample together or not at all"
+        extensions = search.step([_beam(sequence, candidates) for sequence, candidates in beams], group.max_tokens)
+        if search.done:
+            self._end_search(group, outputs.new_tokens, outputs.finished)
+            return
+        parents = [beams[extension.parent][0] for extension in extensions]
+        for sequence in group.live:
+            if sequence not in parents:
+                blocks.free(sequence)
+        spare = iter(sorted(set(range(search.width)) - {parent.index for parent in parents}))
+        live = []
+        for place, parent in enumerate(parents):
+            if parent in parents[place + 1 :]:  # the last continuation keeps the sequence
+                child = parent.fork(next(spare))
+                blocks.fork(parent, child)
+                live.append(child)
+            else:
+                live.append(parent)
+        for sequence, extension in zip(live, extensions, strict=True):
+            sequence.append(extension.token_id, extension.logprob)
+        group.live = live
+        group.sequences = list(live)
+
+    def _end_search(
+        self, group: SequenceGroup, new_tokens: list[NewTokens], finished: list[Finished], message: str = ""
+    ) -> None:
+        """Ends a search: the group's sequences are then its n best hypotheses."""
+        assert group.beam is not None
+        self._queues.leave_for_good(group)
+        for sequence in group.live:
+            self._queues.blocks.free(sequence)
+        group.live = []
+        group.sequences = []
+        for index, hypothesis in enumerate(group.beam.hypotheses[: group.n]):
+            stopped = hypothesis.stop_token_id is not None
+            status = Status.FINISHED_STOPPED if stopped else Status.FINISHED_LENGTH_CAPPED
+            group.sequences.append(_ended(group, index, hypothesis, status))
+        for index in range(len(group.sequences), group.n):  # a vocabulary too small for so many
+            group.sequences.append(_ended(group, index, None, Status.FINISHED_ABORTED))
+        new_tokens += [NewTokens(group, sequence, 0) for sequence in group.sequences if sequence.output_token_ids]
+        finished += [Finished(group, sequence, message) for sequence in group.sequences]
+
+
+def _beam(sequence: Sequence, candidates: list[tuple[int, float]]) -> Beam:
+    return Beam(sequence.output_token_ids, sequence.cumulative_logprob, candidates)
+
+
+def _ended(group: SequenceGroup, index: int, hypothesis: Hypothesis | None, status: Status) -> Sequence:
+    """A sequence that never ran: what the client gets of a search."""
+    sequence = Sequence(index, group.num_prompt_tokens)
+    if hypothesis is not None:
+        sequence.output_token_ids = hypothesis.token_ids
+        sequence.num_tokens += len(hypothesis.token_ids)
+        sequence.cumulative_logprob = hypothesis.cumulative_logprob
+        sequence.stop_token_id = hypothesis.stop_token_id
+    sequence.status = status
+    return sequence

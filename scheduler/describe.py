@@ -1,0 +1,80 @@
+"""The scheduler's state in the messages that show it."""
+
+from protos import session_pb2 as pb
+from scheduler.explain import Reason, explain
+from scheduler.loop import SchedulerLoop
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import SequenceGroup, Status
+
+_STATUS = {
+    Status.WAITING: pb.STATUS_WAITING,
+    Status.RUNNING: pb.STATUS_RUNNING,
+    Status.SWAPPED: pb.STATUS_SWAPPED,
+}
+_REASON = {
+    None: pb.REASON_UNSPECIFIED,
+    Reason.NEXT_STEP: pb.REASON_NEXT_STEP,
+    Reason.QUEUE: pb.REASON_QUEUE,
+    Reason.BLOCKS: pb.REASON_BLOCKS,
+    Reason.SEQUENCES: pb.REASON_SEQUENCES,
+    Reason.TOKENS: pb.REASON_TOKENS,
+    Reason.SWAPPED_GROUPS: pb.REASON_SWAPPED_GROUPS,
+    Reason.DELAY: pb.REASON_DELAY,
+}
+
+
+def describe(core: Scheduler, loop: SchedulerLoop) -> pb.GetStateResponse:
+    """Queues and blocks as they are now."""
+    blocks = core.blocks
+    return pb.GetStateResponse(
+        serving=loop.serving,
+        num_waiting=core.num_waiting,
+        num_running=core.num_running,
+        num_swapped=core.num_swapped,
+        num_blocks=blocks.num_blocks,
+        num_free_blocks=blocks.num_free - blocks.num_idle,
+        num_held_blocks=blocks.num_held,
+        num_cached_blocks=blocks.num_idle,
+        num_shared_blocks=blocks.num_shared,
+        num_block_references=blocks.num_references,
+        num_swap_blocks=blocks.num_swap_blocks,
+        num_free_swap_blocks=blocks.num_free_swap_blocks,
+        num_steps=core.num_steps,
+        num_preemptions=core.num_preemptions,
+        last_step_ms=loop.last_step_ms,
+        last_step_tokens=loop.last_step_tokens,
+        num_waiting_tokens=core.queues.waiting.num_tokens,
+        num_swap_outs=core.num_swap_outs,
+        num_swap_ins=core.num_swap_ins,
+        num_looked_up_tokens=core.num_looked_up_tokens,
+        num_found_tokens=core.num_found_tokens,
+        prefill_tokens_per_s=core.rates.prefill_tokens_per_s,
+        swap_blocks_per_s=core.rates.swap_blocks_per_s,
+    )
+
+
+def describe_request(core: Scheduler, group: SequenceGroup, serving: bool, now: float) -> pb.ExplainResponse:
+    """Why a live request is where it is."""
+    explanation = explain(core, group, now)
+    response = pb.ExplainResponse(
+        status=_STATUS[explanation.status],
+        reason=_REASON[explanation.reason],
+        message=explanation.message,
+        queue_position=explanation.queue_position or 0,
+        num_blocks_needed=explanation.num_blocks_needed,
+        num_blocks_free=core.blocks.num_free,
+        num_blocks_held=explanation.num_blocks_held,
+        num_preemptions=group.num_preemptions,
+        preempted_by=group.preempted_by,
+        preemption_reason=group.preemption_reason,
+        num_computed_tokens=explanation.num_computed_tokens,
+        num_cached_prompt_tokens=group.num_cached_prompt_tokens,
+        num_output_tokens=explanation.num_output_tokens,
+        num_running_seqs=core.queues.num_running_seqs,
+        max_num_seqs=core.policy.max_num_seqs,
+        waited_ms=(now - group.arrival) * 1e3,
+    )
+    if not serving and explanation.status is not Status.RUNNING:
+        response.reason = pb.REASON_NO_WORKER
+        response.message = "no worker is connected: it runs as soon as one is, if others do not go first"
+    return response

@@ -1,0 +1,66 @@
+"""The bounds and choices that the core keeps: chosen once, at construction."""
+
+import enum
+from dataclasses import dataclass
+
+# Priorities that a request may have. A bounded range is what bounds the time for which one request can be overtaken.
+MIN_PRIORITY, MAX_PRIORITY = -10, 10
+
+
+class PreemptionMode(enum.Enum):
+    """How a group loses its blocks (Kwon et al., SOSP'23, section 4.5)."""
+
+    # Whichever of the two is estimated to cost less.
+    AUTO = "auto"
+    # Drop the blocks, and compute their tokens again.
+    RECOMPUTE = "recompute"
+    # Copy the blocks to the swap pool, and back.
+    SWAP = "swap"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a step may hold, who goes first, and how memory is found.
+
+    Attributes:
+        max_num_batched_tokens: tokens of a step at most, prefill and decode together.
+        max_num_seqs: running sequences at most.
+        max_waiting_requests: groups in the waiting queue at most.
+        max_waiting_tokens: prompt tokens of the groups in the waiting queue at most; one group may always wait.
+        watermark: share of the blocks that admission leaves free, so that what runs can grow.
+        prefix_caching: whether blocks are found again by the tokens in them.
+        chunked_prefill: whether chunks of prompts join the decodes of a step (Sarathi-Serve, OSDI'24). Without it a
+            step is all prefill or all decode, and prefill goes first.
+        delay_factor: without chunked_prefill, how many times as long as the last prefill step took the next prompt
+            waits for others to join it.
+        preemption_mode: how a group loses its blocks.
+        aging_s: how long a group has to wait until it goes before one that has just come with a priority one higher.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_waiting_requests: int
+    max_waiting_tokens: int = 1 << 20
+    watermark: float = 0.01
+    prefix_caching: bool = True
+    chunked_prefill: bool = True
+    delay_factor: float = 0.0
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    aging_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs ({self.max_num_seqs}) must be at least 1 and at most max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}): every running sequence decodes one token a step"
+            )
+        for name in ("max_waiting_requests", "max_waiting_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark ({self.watermark}) must be in [0, 1)")
+        for name in ("delay_factor", "aging_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} ({getattr(self, name)}) must be finite, and 0 or more")
+        if self.delay_factor and self.chunked_prefill:
+            raise ValueError("delay_factor spaces whole prompts: it goes with chunked_prefill off")

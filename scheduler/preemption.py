@@ -1,0 +1,91 @@
+"""By which way a group loses its blocks: what each way is estimated to cost, from what the worker measured."""
+
+from dataclasses import dataclass
+
+from scheduler.block_manager import BlockManager
+from scheduler.policy import PreemptionMode
+from scheduler.sequence import SequenceGroup
+
+# Steps with fewer prompt tokens say more of their fixed cost than of the rate.
+_MIN_PREFILL_TOKENS = 64
+# Weight of the newest measurement.
+_ALPHA = 0.3
+
+
+@dataclass(slots=True)
+class Rates:
+    """What the worker can do, as exponential averages over its steps; 0 before there was one.
+
+    Attributes:
+        prefill_tokens_per_s: tokens computed in steps that are mostly prefill.
+        swap_blocks_per_s: blocks moved between the pools, either way.
+    """
+
+    prefill_tokens_per_s: float = 0.0
+    swap_blocks_per_s: float = 0.0
+
+    def note_step(self, num_tokens: int, num_prefill_tokens: int, step_s: float) -> None:
+        """Takes the time of a step, its swapping aside."""
+        if 2 * num_prefill_tokens > num_tokens and num_prefill_tokens >= _MIN_PREFILL_TOKENS and step_s > 0:
+            self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, num_tokens / step_s)
+
+    def note_swap(self, num_blocks: int, swap_s: float) -> None:
+        """Takes the time of moving blocks."""
+        if num_blocks and swap_s > 0:
+            self.swap_blocks_per_s = _average(self.swap_blocks_per_s, num_blocks / swap_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A group that lost its blocks.
+
+    Attributes:
+        mode: by which way; never AUTO.
+        reason: why by this one, in words.
+    """
+
+    group: SequenceGroup
+    mode: PreemptionMode
+    reason: str
+
+
+def choose_mode(
+    group: SequenceGroup, mode: PreemptionMode, blocks: BlockManager, rates: Rates
+) -> tuple[PreemptionMode, str]:
+    """RECOMPUTE or SWAP for a running group, and why.
+
+    `mode` decides if it does not say AUTO, as long as the swap pool has room. Else the way that costs less. While a
+    rate is not known, RECOMPUTE for one sequence and SWAP for several, whose shared blocks would come back unshared.
+    """
+    num_blocks = blocks.num_blocks_to_swap(group)
+    num_free = blocks.num_free_swap_blocks
+    if mode is PreemptionMode.RECOMPUTE:
+        return mode, "recompute: preemption_mode says so"
+    if not num_blocks:
+        return PreemptionMode.RECOMPUTE, "recompute: nothing is computed yet"
+    if num_blocks > num_free:
+        return PreemptionMode.RECOMPUTE, f"recompute: {num_blocks} blocks to swap, {num_free} swap blocks free"
+    if mode is PreemptionMode.SWAP:
+        return mode, "swap: preemption_mode says so"
+    if not rates.prefill_tokens_per_s or not rates.swap_blocks_per_s:
+        if len(group.live) == 1:
+            return PreemptionMode.RECOMPUTE, "recompute: one sequence, and rates are not measured yet"
+        return PreemptionMode.SWAP, "swap: several sequences, and rates are not measured yet"
+    num_tokens = _num_tokens_to_recompute(group)
+    recompute_ms = num_tokens / rates.prefill_tokens_per_s * 1e3
+    swap_ms = 2 * num_blocks / rates.swap_blocks_per_s * 1e3
+    costs = f"{num_tokens} tokens take {recompute_ms:.1f} ms to compute, {num_blocks} blocks {swap_ms:.1f} ms to swap"
+    if swap_ms < recompute_ms:
+        return PreemptionMode.SWAP, f"swap: {costs}"
+    return PreemptionMode.RECOMPUTE, f"recompute: {costs}"
+
+
+def _num_tokens_to_recompute(group: SequenceGroup) -> int:
+    """The prompt once, and each sequence's output."""
+    num_computed = group.root.num_computed_tokens
+    num_prompt = min(num_computed, group.num_prompt_tokens)
+    return num_prompt + sum(max(0, sequence.num_computed_tokens - num_prompt) for sequence in group.live)
+
+
+def _average(known: float, measured: float) -> float:
+    return measured if not known else (1 - _ALPHA) * known + _ALPHA * measured

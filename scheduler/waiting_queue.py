@@ -1,0 +1,67 @@
+"""The waiting queue: who waits, and in which order.
+
+WHY NOTHING STARVES. A group's rank is `arrival - priority * aging_s`, fixed at its arrival: waiting makes a group rise
+only because later ones come in further back, so priorities age without anybody being sorted again. Take a group G.
+
+1. Only a group that arrived less than `(MAX_PRIORITY - G's priority) * aging_s` seconds after G can be ahead of it. So
+   the set of those ahead is final by then; it holds as many groups as the queue may and as came in that time.
+2. Admission takes the queue's head or nobody, and preempts nobody. So no group behind G gets in while G waits.
+3. The running group of the least rank is never preempted, gets at least a token of each step's budget
+   (`max_num_seqs <= max_num_batched_tokens`), and has room to its end (`admission.max_tokens_that_fit`). So each step
+   brings it nearer to its end. What it has done is lost only if a group of a lesser rank comes in and takes its blocks;
+   then it goes back to its place in the queue, and is counted again only when it is the first of those ahead of G.
+
+Hence once the set is final, G runs within twice the sum of (prompt tokens + max_tokens + 1) steps over the groups that
+are ahead of it, running or swapped out; `tests/test_scheduler_fairness.py` holds the core to it. In practice it is a
+small share of that: a step advances all that run, and prompts by more than a token.
+"""
+
+import heapq
+
+from scheduler.sequence import SequenceGroup
+
+
+class WaitingQueue:
+    """Groups that wait for blocks, by rank. A preempted one comes back to its old place.
+
+    Attributes:
+        num_tokens: prompt tokens of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._members: dict[int, SequenceGroup] = {}
+        # Groups that have left stay in the heap until they surface, or outnumber the others.
+        self._heap: list[tuple[tuple[float, int], SequenceGroup]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, group: SequenceGroup) -> bool:
+        return group.number in self._members
+
+    def push(self, group: SequenceGroup) -> None:
+        """Takes a group in at its place."""
+        self._members[group.number] = group
+        self.num_tokens += group.num_prompt_tokens
+        if len(self._heap) > 2 * len(self._members) + 64:
+            self._heap = [(member.rank, member) for member in self._members.values() if member is not group]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (group.rank, group))
+
+    def head(self) -> SequenceGroup | None:
+        """The group that goes first."""
+        while self._heap and self._heap[0][1] not in self:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Lets a group go, from wherever it stands."""
+        del self._members[group.number]
+        self.num_tokens -= group.num_prompt_tokens
+        if self._heap and self._heap[0][1] is group:
+            heapq.heappop(self._heap)
+
+    def num_ahead(self, group: SequenceGroup) -> int:
+        """Groups that go before `group`; looks at all of them."""
+        return sum(member.rank < group.rank for member in self._members.values())

@@ -1,0 +1,136 @@
+"""What the scheduler core is held against: a model that is a function of tokens, and the KV memory of a worker.
+
+The model draws a token as counter-based sampling makes the real one draw: by (request, sequence index, position) alone.
+For a beam search its log-probabilities are a function of the tokens before.
+"""
+
+import random
+import zlib
+from array import array
+
+from scheduler.beam import EarlyStopping
+from scheduler.plan import Plan, Row, StepResult
+from scheduler.sequence import SequenceGroup
+
+STOP = 0
+VOCABULARY_SIZE = 13
+
+
+def next_token(group: SequenceGroup, sequence_index: int, position: int) -> int:
+    """What the model samples; STOP one time in 13."""
+    return (len(group.prompt_token_ids) * 7919 + group.n * 131 + sequence_index * 31 + position * 17) % VOCABULARY_SIZE
+
+
+def candidates(tokens: "array[int]", num_candidates: int) -> list[tuple[int, float]]:
+    """The most probable tokens behind `tokens`, best first, no two equally probable."""
+    source = random.Random(zlib.crc32(tokens.tobytes()))
+    logprobs = [-source.expovariate(1) for _ in range(VOCABULARY_SIZE)]
+    return sorted(enumerate(logprobs), key=lambda pair: -pair[1])[:num_candidates]
+
+
+def expected_outputs(group: SequenceGroup) -> list[list[int]]:
+    """The whole outputs of a group that nothing cuts short."""
+    if group.beam is not None:
+        return expected_beams(group)
+    return [expected_output(group, sequence.index) for sequence in group.sequences]
+
+
+def expected_output(group: SequenceGroup, sequence_index: int) -> list[int]:
+    """The whole output of one sampled sequence."""
+    tokens: list[int] = []
+    while len(tokens) < group.max_tokens:
+        tokens.append(next_token(group, sequence_index, len(group.prompt_token_ids) + len(tokens)))
+        if tokens[-1] == STOP and len(tokens) > group.min_tokens:
+            break
+    return tokens
+
+
+def expected_beams(group: SequenceGroup) -> list[list[int]]:
+    """Beam search over whole outputs, written the other way round: candidates of all beams, sorted, step by step."""
+    params = group.beam._params
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    done: list[tuple[float, list[int]]] = []
+    for length in range(1, group.max_tokens + 1):
+        found = []
+        for total, tokens in beams:
+            for token, logprob in candidates(group.prompt_token_ids + array("i", tokens), VOCABULARY_SIZE):
+                found.append((total + logprob, [*tokens, token]))
+        found.sort(key=lambda pair: -pair[0])
+        ends = [(t[-1] == STOP and length > group.min_tokens) or length == group.max_tokens for _, t in found]
+        for (total, tokens), stops in list(zip(found, ends, strict=True))[: params.width]:
+            if stops:
+                done.append((total / length**params.length_penalty, tokens))
+        done = sorted(done, key=lambda pair: -pair[0])[: params.width]
+        beams = [beam for beam, stops in zip(found, ends, strict=True) if not stops][: params.width]
+        if not beams:
+            break
+        if len(done) == params.width:
+            far = params.early_stopping is EarlyStopping.NEVER and params.length_penalty > 0
+            hope = beams[0][0] / (group.max_tokens if far else length) ** params.length_penalty
+            if params.early_stopping is EarlyStopping.TRUE or hope <= done[-1][0]:
+                break
+    return [tokens for _, tokens in done[: group.n]]
+
+
+def run(plan: Plan, step_s: float = 0.0, swap_s: float = 0.0) -> StepResult:
+    """The model's answer to a step."""
+    tokens, logprobs, candidate_ids, candidate_logprobs = [], [], [], []
+    for row in plan.rows:
+        for sequence in row.samples:
+            if row.group.beam is None:
+                tokens.append(next_token(row.group, sequence.index, row.start + row.num_new_tokens))
+                logprobs.append(-1.0)
+                continue
+            best = candidates(row.group.token_ids(sequence, 0, sequence.num_tokens), row.group.beam.num_candidates)
+            tokens.append(best[0][0])
+            logprobs.append(best[0][1])
+            missing = [(0, float("-inf"))] * (row.group.beam.num_candidates - len(best))
+            for token, logprob in best + missing:
+                candidate_ids.append(token)
+                candidate_logprobs.append(logprob)
+    return StepResult(tokens, logprobs, (), candidate_ids, candidate_logprobs, step_s, swap_s)
+
+
+class Memory:
+    """KV as a worker would hold it: in each slot the tokens whose KV it is, all that it depends on."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._swapped: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def clear(self) -> None:
+        """The worker is gone."""
+        self._slots.clear()
+        self._swapped.clear()
+
+    def execute(self, plan: Plan) -> None:
+        """Swaps out, swaps in, copies, writes what the rows compute, then reads all that they attend to."""
+        self._move(self._slots, self._swapped, plan.blocks_to_swap_out)
+        self._move(self._swapped, self._slots, plan.blocks_to_swap_in)
+        self._move(self._slots, self._slots, plan.blocks_to_copy)
+        written = set()
+        for row in plan.rows:
+            for position in range(row.start, row.start + row.num_new_tokens):
+                slot = self._slot(row, position)
+                assert slot not in written, "two rows write one slot"
+                written.add(slot)
+                self._slots[slot] = tuple(row.group.token_ids(row.sequence, 0, position + 1))
+        for row in plan.rows:
+            for position in range(row.start + row.num_new_tokens):
+                tokens = tuple(row.group.token_ids(row.sequence, 0, position + 1))
+                assert self._slots.get(self._slot(row, position)) == tokens, "a row attends to another one's KV"
+
+    def _move(self, source: dict, target: dict, pairs: list[tuple[int, int]]) -> None:
+        """All pairs at once, in no order: that no block is written twice is part of the claim."""
+        assert len({to for _, to in pairs}) == len(pairs), "two blocks are copied to one"
+        moved = {
+            (to, offset): source[block, offset]
+            for block, to in pairs
+            for offset in range(self._block_size)
+            if (block, offset) in source
+        }
+        target |= moved
+
+    def _slot(self, row: Row, position: int) -> tuple[int, int]:
+        return row.sequence.block_table[position // self._block_size], position % self._block_size

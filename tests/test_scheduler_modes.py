@@ -1,0 +1,218 @@
+"""Classic steps, deadlines that can not be met, the bounds of the waiting queue, and why one waits."""
+
+import pytest
+from scheduler_by_hand import make, rows, step, submit
+
+from scheduler.explain import Reason, explain
+from scheduler.plan import StepResult
+from scheduler.policy import Policy, PreemptionMode
+from scheduler.scheduler import QueueFull
+from scheduler.sequence import Status
+
+
+def timed_step(core, now: float, step_s: float):
+    plan = core.schedule(now)
+    core.check()
+    num_samples = sum(len(row.samples) for row in plan.rows)
+    core.update(plan, StepResult([7] * num_samples, [0.0] * num_samples, step_s=step_s))
+    return plan
+
+
+def test_a_classic_step_is_all_prefill_or_all_decode_and_prefill_goes_first():
+    core = make(chunked_prefill=False)
+    submit(core, 3)
+    assert rows(step(core)[0]) == [(1, 0, 3)]
+    submit(core, 5)
+    submit(core, 6)
+    assert rows(step(core)[0]) == [(2, 0, 5), (3, 0, 6)]
+    assert rows(step(core)[0]) == [(1, 3, 1), (2, 5, 1), (3, 6, 1)]
+
+
+def test_a_classic_prompt_is_whole_unless_it_is_longer_than_a_step():
+    core = make(chunked_prefill=False, budget=16)
+    for prompt in (10, 10, 40):
+        submit(core, prompt)
+    assert rows(step(core)[0]) == [(1, 0, 10)], "the second would have to be cut"
+    assert rows(step(core)[0]) == [(2, 0, 10)]
+    assert [rows(step(core)[0]) for _ in range(3)] == [[(3, 0, 16)], [(3, 16, 16)], [(3, 32, 8)]]
+    assert rows(step(core)[0]) == [(1, 10, 1), (2, 10, 1), (3, 40, 1)]
+
+
+def test_a_group_swapped_out_comes_back_in_a_decode_step_before_new_prompts():
+    core = make(chunked_prefill=False, num_swap_blocks=10, preemption_mode=PreemptionMode.SWAP)
+    first, second = submit(core, 3), submit(core, 3)
+    step(core)
+    core.preempt(second)
+    third = submit(core, 3)
+    plan, _ = step(core)
+    assert [row.group for row in plan.rows] == [first, second]
+    assert third.status is Status.WAITING
+    assert rows(step(core)[0]) == [(3, 0, 3)]
+
+
+def test_the_delay_factor_lets_prompts_gather_for_a_multiple_of_the_last_prefill_step():
+    core = make(chunked_prefill=False, delay_factor=2.0)
+    submit(core, 3, now=0.0)
+    timed_step(core, now=0.0, step_s=0.5)
+    late = submit(core, 4, now=1.0)
+    assert rows(timed_step(core, now=1.9, step_s=0.1)) == [(1, 3, 1)]
+    assert explain(core, late, now=1.9).reason is Reason.DELAY
+    assert rows(timed_step(core, now=2.0, step_s=0.1)) == [(2, 0, 4)]
+
+
+def test_the_delay_factor_does_not_hold_up_prompts_when_nothing_runs():
+    core = make(chunked_prefill=False, delay_factor=2.0)
+    submit(core, 3, max_tokens=1)
+    timed_step(core, now=0.0, step_s=100.0)
+    submit(core, 4, now=1.0)
+    assert rows(timed_step(core, now=1.0, step_s=0.1)) == [(2, 0, 4)]
+
+
+def test_a_delay_factor_goes_with_classic_steps_only():
+    with pytest.raises(ValueError, match="chunked_prefill off"):
+        Policy(8, 8, 8, delay_factor=1.0)
+
+
+def test_a_deadline_that_the_measured_rate_can_not_meet_is_refused_before_it_passes():
+    core = make(budget=128, num_blocks=200)
+    submit(core, 100, max_tokens=1)
+    timed_step(core, now=0.0, step_s=1.0)  # 100 tokens/s
+    late = submit(core, 120, now=1.0, deadline=2.0)
+    meant = submit(core, 80, now=1.0, deadline=2.0)
+    plan = core.schedule(1.1)
+    assert [dropped.group for dropped in plan.dropped] == [late]
+    assert plan.dropped[0].message == (
+        "its deadline can not be met: it has waited 100 ms, 900 ms are left, and computing 120 tokens of its prompt "
+        "takes 1200 ms at the measured 100 tokens/s"
+    )
+    assert late.status is Status.FINISHED_ABORTED
+    assert [row.group for row in plan.rows] == [meant]
+
+
+def test_tokens_in_the_prefix_cache_count_as_computed_for_a_deadline():
+    core = make(budget=128, num_blocks=200, prefix_caching=True)
+    submit(core, list(range(100)), max_tokens=1)
+    timed_step(core, now=0.0, step_s=1.0)
+    meant = submit(core, [*range(100), *range(20)], now=1.0, deadline=2.0)
+    assert [row.group for row in core.schedule(1.0).rows] == [meant]
+
+
+def test_without_a_measured_rate_a_deadline_is_kept_as_it_is():
+    core = make(max_num_seqs=1)
+    submit(core, 4)
+    step(core)
+    waiting = submit(core, 4, deadline=5.0)
+    assert not core.schedule(4.9).dropped
+    assert [dropped.group for dropped in core.schedule(5.0).dropped] == [waiting]
+
+
+def test_a_running_group_keeps_its_deadline_as_it_is():
+    core = make(budget=128, num_blocks=200)
+    submit(core, 100, max_tokens=1)
+    timed_step(core, now=0.0, step_s=1.0)
+    running = submit(core, 100, now=1.0, deadline=3.0)
+    timed_step(core, now=1.0, step_s=1.0)
+    assert not core.schedule(2.9).dropped
+    assert [dropped.group for dropped in core.schedule(3.0).dropped] == [running]
+
+
+def test_waiting_tokens_are_bounded_but_one_prompt_may_always_wait():
+    core = make(max_waiting_tokens=10)
+    submit(core, 30)
+    with pytest.raises(QueueFull, match="30 prompt tokens"):
+        submit(core, 1)
+    step(core)
+    submit(core, 9)
+    submit(core, 1)
+    with pytest.raises(QueueFull, match="10 prompt tokens"):
+        submit(core, 1)
+    core.check()
+
+
+def test_a_group_that_left_the_queue_makes_room_in_it():
+    core = make(max_waiting_tokens=10, max_waiting_requests=2)
+    first = submit(core, 8)
+    submit(core, 2)
+    core.abort(first)
+    submit(core, 8)
+    core.check()
+
+
+def explained(core, group, now=0.0):
+    explanation = explain(core, group, now)
+    return explanation.status, explanation.reason
+
+
+def test_a_running_group_has_nothing_to_explain_but_its_figures():
+    core = make()
+    group = submit(core, 6, n=2)
+    assert explained(core, group) == (Status.WAITING, Reason.NEXT_STEP)
+    step(core)
+    explanation = explain(core, group, 0.0)
+    assert (explanation.status, explanation.reason, explanation.queue_position) == (Status.RUNNING, None, None)
+    assert (explanation.num_blocks_held, explanation.num_computed_tokens, explanation.num_output_tokens) == (4, 12, 2)
+
+
+def test_a_group_waits_for_those_before_it_and_the_first_for_what_is_lacking():
+    core = make(num_blocks=6)
+    submit(core, 14)
+    first, second = submit(core, 10), submit(core, 3)
+    step(core)
+    step(core)
+    explanation = explain(core, first, 0.0)
+    assert (explanation.reason, explanation.queue_position, explanation.num_blocks_needed) == (Reason.BLOCKS, 0, 3)
+    assert "needs 3 blocks" in explanation.message
+    assert "2 are free" in explanation.message
+    assert (explain(core, second, 0.0).reason, explain(core, second, 0.0).queue_position) == (Reason.QUEUE, 1)
+
+
+def test_a_group_waits_for_a_sequence_to_end():
+    core = make(max_num_seqs=2)
+    submit(core, 4)
+    group = submit(core, 4, n=2)
+    step(core)
+    assert explained(core, group) == (Status.WAITING, Reason.SEQUENCES)
+
+
+def test_a_group_waits_for_tokens_of_the_budget():
+    core = make(budget=8)
+    submit(core, 30)
+    group = submit(core, 4)
+    step(core)
+    assert explained(core, group) == (Status.WAITING, Reason.TOKENS)
+
+
+def test_a_group_waits_for_those_that_were_swapped_out_and_these_for_blocks():
+    core = make(num_blocks=6, num_swap_blocks=6, max_num_seqs=4)
+    submit(core, 8, max_tokens=12)
+    group = submit(core, 7, n=2, max_tokens=6)
+    while group.status is not Status.SWAPPED:
+        step(core)
+    late = submit(core, 3)
+    assert explained(core, late) == (Status.WAITING, Reason.SWAPPED_GROUPS)
+    assert explained(core, group) == (Status.SWAPPED, Reason.BLOCKS)
+    assert explain(core, group, 0.0).num_blocks_needed == 5, "3 that were swapped, and one more each"
+
+
+def test_each_final_status_is_reached():
+    core = make(num_blocks=6, budget=16)
+    stopped, capped, aborted = submit(core, 2), submit(core, 2, max_tokens=2), submit(core, 2)
+    ignored = submit(core, 50)
+    step(core)
+    core.stop(stopped, 0)
+    step(core)
+    core.abort(aborted)
+    step(core)
+    reached = [group.status for group in (stopped, capped, aborted, ignored)]
+    assert reached == [status for status in Status if status.finished]
+
+
+def test_a_sequence_stopped_in_its_text_drops_what_was_sampled_since():
+    core = make()
+    group = submit(core, 3)
+    for token in (7, 8, 9):
+        step(core, token)
+    finished = core.stop(group, 0, num_tokens=2)
+    assert finished.sequence.output_token_ids.tolist() == [7, 8]
+    assert finished.sequence.cumulative_logprob == -1.0
+    core.check()
