@@ -1,4 +1,4 @@
-"""The command line: `pagewire up|down|status|health|model|generate|chat|tokenize|bench|demo`.
+"""The command line: `pagewire up|down|status|health|model|generate|chat|tokenize|top|explain|bench|demo`.
 
 Options and help stand here, what the commands do in the modules that they import when they run: `pagewire --help` and
 `pagewire health` start fast.
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pagewire.launch import LaunchOptions
-    from pagewire.request import Options
 
 
 class _ReportingGroup(typer.core.TyperGroup):
@@ -55,6 +54,16 @@ class LogFormat(StrEnum):
     text = "text"
     json = "json"
 
+
+class EarlyStopping(StrEnum):
+    """When a beam search ends."""
+
+    true = "true"
+    false = "false"
+    never = "never"
+
+
+_EARLY_STOPPING: dict[str | None, Any] = {None: None, "true": True, "false": False, "never": "never"}
 
 # Options that several commands share.
 Target = Annotated[str, typer.Option(help="The server, as HOST:PORT or unix:PATH.")]
@@ -183,26 +192,51 @@ def generate(
     top_k: TopK = None,
     min_p: MinP = None,
     seed: Seed = None,
-    n: Annotated[int | None, typer.Option("--n", "-n", help="Answers sampled from the prompt.")] = None,
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Answers to the prompt.")] = None,
+    best_of: Annotated[int | None, typer.Option(help="Sample this many and show the n most probable.")] = None,
+    beam_width: Annotated[int | None, typer.Option(help="Search with so many beams rather than sample.")] = None,
+    length_penalty: Annotated[float | None, typer.Option(help="The higher, the longer the answers of beams.")] = None,
+    early_stopping: Annotated[EarlyStopping | None, typer.Option(help="When a beam search ends.")] = None,
     stop: Stop = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
-    request_id: Annotated[str | None, typer.Option(help="Names the request in logs.")] = None,
+    priority: Annotated[int | None, typer.Option(help="Higher goes first, in -10 .. 10.")] = None,
+    cache_salt: Annotated[str | None, typer.Option(help="Share cached prefixes among requests of it only.")] = None,
+    request_id: Annotated[str | None, typer.Option(help="Names the request in logs, and for `explain`.")] = None,
     timeout: Timeout = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object with everything.")] = False,
 ) -> None:
     """Continue a text; it is written as it is made."""
     from pagewire import terminal
     from pagewire.client import Client
+    from pagewire.request import Options
 
-    options = _options(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
-    options |= {"n": n, "ignore_eos": ignore_eos, "request_id": request_id, "token_ids": json}
+    options = Options(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        n=n,
+        best_of=best_of,
+        beam_width=beam_width,
+        length_penalty=length_penalty,
+        early_stopping=_EARLY_STOPPING[early_stopping],
+        stop=stop or None,
+        ignore_eos=ignore_eos,
+        priority=priority,
+        cache_salt=cache_salt,
+        request_id=request_id,
+        token_ids=json,
+    )
     with Client(target) as client:
         if json:
             typer.echo(terminal.as_json(client.generate(prompt, timeout=timeout, **options)))
             return
         several = n is not None and n > 1
         completion = terminal.show(client.stream(prompt, timeout=timeout, **options), headings=several)
-    _console(stderr=True).print(terminal.summary(completion), style="dim")
+    streamed = not beam_width and (best_of or 1) <= (n or 1)
+    _console(stderr=True).print(terminal.summary(completion, streamed=streamed), style="dim")
 
 
 @app.command()
@@ -219,9 +253,18 @@ def chat(
 ) -> None:
     """Talk with the model, or answer each line of standard input."""
     from pagewire.client import Client
+    from pagewire.request import Options
     from pagewire.terminal import Conversation
 
-    options = _options(max_tokens, temperature, top_p, top_k, min_p, seed, stop)
+    options = Options(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or None,
+    )
     with Client(target) as client:
         Conversation(client, system, options, _console(stderr=True)).run()
 
@@ -233,6 +276,26 @@ def tokenize(text: str, target: Target = DEFAULT_TARGET) -> None:
 
     with Client(target) as client:
         typer.echo(client.tokenize(text))
+
+
+@app.command()
+def top(
+    target: Target = DEFAULT_TARGET,
+    interval: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds between two states.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the state now, and leave.")] = False,
+) -> None:
+    """Watch queues, blocks and steps; a line for each state where standard output is no terminal."""
+    from pagewire import top
+
+    top.run(target, interval, once=once, console=_console())
+
+
+@app.command()
+def explain(request_id: str, target: Target = DEFAULT_TARGET) -> None:
+    """Say why a live request is where it is."""
+    from pagewire.explain import show
+
+    show(target, request_id, _console())
 
 
 @app.command()
@@ -271,28 +334,6 @@ def demo(model: ModelName = "smollm2-135m") -> None:
 def main() -> None:
     """The `pagewire` script."""
     app()
-
-
-def _options(
-    max_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    seed: int | None,
-    stop: list[str] | None,
-) -> "Options":
-    from pagewire.request import Options
-
-    return Options(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=stop or None,
-    )
 
 
 def _console(*, stderr: bool = False) -> "Console":

@@ -36,7 +36,7 @@ from protos.rpc import PUBLIC_MESSAGE_BYTES
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 
-_CHANNEL_OPTIONS = [
+CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", PUBLIC_MESSAGE_BYTES),
     ("grpc.max_send_message_length", PUBLIC_MESSAGE_BYTES),
     # A server that vanished without a word is noticed while a stream waits for it.
@@ -157,7 +157,7 @@ class Client:
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
         self.target = target
-        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub = GenerationServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
@@ -218,7 +218,7 @@ class AsyncClient:
 
     def __init__(self, target: str = DEFAULT_TARGET) -> None:
         self.target = target
-        self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub = GenerationServiceStub(self._channel)
 
     async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:

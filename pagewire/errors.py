@@ -45,7 +45,7 @@ class Unsupported(RequestError):
 
 
 class NotFound(RequestError):
-    """Another model is served than the one asked for."""
+    """Another model is served than the one asked for, or no live request has the id that was asked about."""
 
 
 class AlreadyExists(RequestError):

@@ -30,7 +30,8 @@ class Options(TypedDict, total=False):
     # The request itself.
     request_id: str | None  # given back in answers, logs and errors; made by the server when unset
     model: str | None
-    priority: int | None
+    priority: int | None  # higher goes first, in -10 .. 10
+    cache_salt: str | None  # cached prefixes are shared only among requests of one salt
     adapter: str | None
     add_generation_prompt: bool | None  # chat only: whether the template opens the assistant's turn
     # How the next token is drawn.
@@ -44,11 +45,11 @@ class Options(TypedDict, total=False):
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
     seed: int | None
-    n: int | None  # sequences sampled from the prompt
-    best_of: int | None
+    n: int | None  # sequences that are answered
+    best_of: int | None  # sequences sampled, of which the n most probable are answered
     beam_width: int | None
-    length_penalty: float | None
-    early_stopping: bool | Literal["never"] | None
+    length_penalty: float | None  # with beam_width only
+    early_stopping: bool | Literal["never"] | None  # with beam_width only
     # When a sequence ends.
     max_tokens: int | None
     min_tokens: int | None

@@ -52,6 +52,7 @@ class Usage:
     prompt_tokens: int
     # Prompt tokens whose KV was found in the prefix cache.
     cached_prompt_tokens: int
+    # Of all sequences that were sampled, those of `best_of` that are not answered included.
     completion_tokens: int
 
 

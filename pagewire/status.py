@@ -1,6 +1,5 @@
 """`pagewire status`: the processes of a local cluster, their health, what is served, and how full it is."""
 
-import grpc
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -8,9 +7,10 @@ from rich.table import Table
 from pagewire import health, state
 from pagewire.client import Client
 from pagewire.errors import RequestError
+from pagewire.introspection import introspection
 from pagewire.processes import resident_bytes, uptime_s
 from pagewire.state import ClusterState
-from protos.pagewire.v1 import introspection_pb2, introspection_pb2_grpc
+from protos.pagewire.v1 import introspection_pb2
 
 _TIMEOUT_S = 2.0
 
@@ -63,13 +63,12 @@ def _show_model(target: str, console: Console) -> None:
 
 
 def _show_load(target: str, console: Console) -> None:
-    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        stub = introspection_pb2_grpc.IntrospectionServiceStub(channel)
-        try:
+    try:
+        with introspection(target) as stub:
             now = stub.GetState(introspection_pb2.GetStateRequest(), timeout=_TIMEOUT_S).state
-        except grpc.RpcError as error:
-            console.print(f"load     unknown: {error.code().name}")
-            return
+    except RequestError as error:
+        console.print(f"load     unknown: {error}", markup=False)
+        return
     pool = now.block_pool
     available = pool.num_free + pool.num_cached
     console.print(f"blocks   {available} of {pool.num_total} free, {pool.num_cached} of them cached")

@@ -28,14 +28,14 @@ def show(stream: Stream, *, headings: bool) -> Completion:
     return stream.completion
 
 
-def summary(completion: Completion) -> str:
-    """How fast an answer came, in a line; "" for one that is not whole."""
+def summary(completion: Completion, *, streamed: bool = True) -> str:
+    """How fast an answer came, in a line; "" for one that is not whole. One that came at once has no rate."""
     usage, timings = completion.usage, completion.timings
     if usage is None or timings is None:
         return ""
     cached = f", {usage.cached_prompt_tokens} cached" if usage.cached_prompt_tokens else ""
-    parts = [f"TTFT {timings.ttft_ms:.0f} ms"]
-    rate = tokens_per_second(completion)
+    parts = [f"TTFT {timings.ttft_ms:.0f} ms"] if streamed else []
+    rate = tokens_per_second(completion) if streamed else None
     if rate is not None:
         parts.append(f"{rate:.1f} tokens/s")
     parts.append(f"{usage.completion_tokens} tokens in {timings.total_ms / 1000:.2f} s")

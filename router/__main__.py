@@ -10,8 +10,9 @@ from protos.pagewire.v1.generation_pb2_grpc import add_GenerationServiceServicer
 from protos.pagewire.v1.introspection_pb2_grpc import add_IntrospectionServiceServicer_to_server
 from protos.rpc import PUBLIC_MESSAGE_BYTES, Server, Service
 from router.config import RouterSettings
+from router.introspection import IntrospectionService
 from router.scheduler_link import SchedulerLink
-from router.server import GenerationService, IntrospectionService
+from router.server import GenerationService
 from router.tokenizer import Tokenizer, find_checkpoint
 
 log = logging.getLogger("router")
@@ -33,7 +34,7 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
             Service(
                 introspection_pb2.DESCRIPTOR.services_by_name["IntrospectionService"].full_name,
                 add_IntrospectionServiceServicer_to_server,
-                IntrospectionService(link),
+                IntrospectionService(link, stop, settings.write_stall_s),
             )
         )
     server = Server(services, max_message_bytes=PUBLIC_MESSAGE_BYTES, reflect=settings.reflection)

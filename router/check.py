@@ -7,15 +7,25 @@ from dataclasses import dataclass
 
 import grpc
 
+from protos import session_pb2
 from protos.errors import Refusal, Violation, invalid_argument, unsupported
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.sampling_pb2 import Sampling
 from router.tokenizer import GenerationDefaults
 
 MAX_REQUEST_ID_BYTES = 128
+MAX_CACHE_SALT_BYTES = 128
+MAX_PRIORITY = 10
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
+
+_EARLY_STOPPING = {
+    pb.EARLY_STOPPING_UNSPECIFIED: session_pb2.EARLY_STOPPING_FALSE,
+    pb.EARLY_STOPPING_TRUE: session_pb2.EARLY_STOPPING_TRUE,
+    pb.EARLY_STOPPING_FALSE: session_pb2.EARLY_STOPPING_FALSE,
+    pb.EARLY_STOPPING_NEVER: session_pb2.EARLY_STOPPING_NEVER,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,9 @@ class CheckedRequest:
     """A request with every default resolved.
 
     Attributes:
+        n: sequences that are answered.
+        num_sequences: sequences that the scheduler tells of; over n, the n best of them are answered.
+        beam_search: None where tokens are sampled.
         stop_token_ids: of the client, and the model's own unless it ignores them.
     """
 
@@ -46,6 +59,10 @@ class CheckedRequest:
     prompt_token_ids: Sequence[int]
     sampling: Sampling
     n: int
+    num_sequences: int
+    beam_search: session_pb2.BeamSearch | None
+    priority: int
+    cache_salt: str
     max_tokens: int
     min_tokens: int
     stop_strings: Sequence[str]
@@ -71,16 +88,14 @@ def check_before_tokenizing(request: pb.GenerateRequest, model: ServedModel, max
     """
     check_model(request.model, model.name)
     found = _Violations()
-    found.require(
-        "request_id",
-        len(request.request_id) <= MAX_REQUEST_ID_BYTES
-        and request.request_id.isascii()
-        and request.request_id.isprintable(),
-        f"must be at most {MAX_REQUEST_ID_BYTES} bytes of printable ASCII",
-    )
+    _check_printable("request_id", request.request_id, MAX_REQUEST_ID_BYTES, found)
     _check_prompt(request, model, max_token_bytes, found)
     _check_sampling(request.sampling, model, found)
+    _check_search(request, found)
     _check_stop(request.stop, model, found)
+    in_range = -MAX_PRIORITY <= request.priority <= MAX_PRIORITY
+    found.require("priority", in_range, f"is {request.priority}; must be in -{MAX_PRIORITY} .. {MAX_PRIORITY}")
+    _check_printable("cache_salt", request.cache_salt, MAX_CACHE_SALT_BYTES, found)
     if found.violations:
         raise invalid_argument(found.violations)
     later = _unsupported_fields(request)
@@ -118,12 +133,17 @@ def resolve(
         raise invalid_argument(found.violations)
     eos = () if stop.ignore_eos else model.defaults.eos_token_ids
     stop_token_ids = tuple(dict.fromkeys((*stop.token_ids, *eos)))
-    n = request.sampling.n if request.sampling.HasField("n") else 1
+    params = request.sampling
+    n = params.n if params.HasField("n") else 1
     return CheckedRequest(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
-        sampling=_sampling(request, model.defaults, num_prompt_tokens, stop_token_ids),
+        sampling=_sampling(request, model, num_prompt_tokens, stop_token_ids),
         n=n,
+        num_sequences=params.best_of if params.HasField("best_of") else n,
+        beam_search=_beam_search(params) if params.beam_width else None,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
         max_tokens=max_tokens,
         min_tokens=stop.min_tokens,
         stop_strings=tuple(stop.strings),
@@ -183,6 +203,11 @@ def _too_long(what: str, model: ServedModel) -> str:
     return f"{what}; at most {model.max_prompt_tokens} fit into a context of {model.context_length} with one to sample"
 
 
+def _check_printable(field: str, text: str, max_bytes: int, found: _Violations) -> None:
+    holds = len(text) <= max_bytes and text.isascii() and text.isprintable()
+    found.require(field, holds, f"must be at most {max_bytes} bytes of printable ASCII")
+
+
 def _check_prompt(request: pb.GenerateRequest, model: ServedModel, max_token_bytes: int, found: _Violations) -> None:
     match request.WhichOneof("prompt"):
         case None:
@@ -204,6 +229,7 @@ def _check_prompt(request: pb.GenerateRequest, model: ServedModel, max_token_byt
 
 
 def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: _Violations) -> None:
+    fewest = min(max(1, sampling.n), model.max_n)
     ranges: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         ("temperature", lambda value: 0 <= value <= 100, "must be in [0, 100]; 0 is greedy"),
         ("top_p", lambda value: 0 < value <= 1, "must be in (0, 1]; 1 keeps all tokens"),
@@ -213,10 +239,10 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: _Vio
         ("repetition_penalty", lambda value: 0 < value < math.inf, "must be over 0; 1 is off"),
         ("presence_penalty", lambda value: -2 <= value <= 2, "must be in [-2, 2]"),
         ("frequency_penalty", lambda value: -2 <= value <= 2, "must be in [-2, 2]"),
-        ("length_penalty", lambda value: -math.inf < value < math.inf, "must be finite"),
+        ("length_penalty", lambda value: -10 <= value <= 10, "must be in [-10, 10]"),
         ("n", lambda value: 1 <= value <= model.max_n, f"must be in 1 .. {model.max_n}"),
-        ("best_of", lambda value: value >= 1, "must be at least 1"),
-        ("beam_width", lambda value: value >= 0, "must be 0 (no beam search) or more"),
+        ("best_of", lambda value: fewest <= value <= model.max_n, f"must be in {fewest} (n) .. {model.max_n}"),
+        ("beam_width", lambda value: 0 <= value <= model.max_n, f"must be in 0 (no beam search) .. {model.max_n}"),
     )
     for name, holds, description in ranges:
         if sampling.HasField(name):
@@ -225,6 +251,34 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: _Vio
     for token_id, bias in sampling.logit_bias.items():
         found.require(f"sampling.logit_bias[{token_id}]", -100 <= bias <= 100, "must be in [-100, 100]")
     found.violations += check_token_ids("sampling.logit_bias", sorted(sampling.logit_bias), model.vocabulary_size)
+
+
+def _check_search(request: pb.GenerateRequest, found: _Violations) -> None:
+    """What goes with a beam search only, and what does not go with one."""
+    sampling, width = request.sampling, request.sampling.beam_width
+    early_stopping = sampling.early_stopping
+    known = early_stopping in _EARLY_STOPPING
+    found.require("sampling.early_stopping", known, f"is {early_stopping}; must be a value of EarlyStopping")
+
+    def require_unless_set(name: str, neutral: float, description: str) -> None:
+        value = getattr(sampling, name)
+        is_neutral = not sampling.HasField(name) or value == neutral
+        found.require(f"sampling.{name}", is_neutral, f"is {value:.6g}; {description}")
+
+    if width <= 0:
+        remedy = "applies to a beam search only: leave it unset, or set beam_width"
+        require_unless_set("length_penalty", 1, remedy)
+        unused = early_stopping in (pb.EARLY_STOPPING_UNSPECIFIED, pb.EARLY_STOPPING_FALSE)
+        found.require("sampling.early_stopping", unused or not known, remedy)
+        return
+    found.require("sampling.n", sampling.n <= width, f"is {sampling.n}; must be at most beam_width ({width})")
+    unset = not sampling.HasField("best_of")
+    found.require("sampling.best_of", unset, "can not be combined with beam_width: leave it unset, and set n")
+    require_unless_set("temperature", 0, "a beam search is greedy: leave it unset, or 0")
+    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+        require_unless_set(name, neutral, f"a beam search filters no tokens: leave it unset, or {neutral}")
+    no_strings = not request.stop.strings
+    found.require("stop.strings", no_strings, "can not be combined with sampling.beam_width: use stop.token_ids")
 
 
 def _check_stop(stop: pb.StopConditions, model: ServedModel, found: _Violations) -> None:
@@ -247,15 +301,11 @@ def _check_stop(stop: pb.StopConditions, model: ServedModel, found: _Violations)
 def _unsupported_fields(request: pb.GenerateRequest) -> list[str]:
     """Fields set to anything but what leaves them without effect."""
     sampling, output = request.sampling, request.output
-    n = sampling.n if sampling.HasField("n") else 1
     neutral: dict[str, float] = {
         "typical_p": 1,
         "repetition_penalty": 1,
         "presence_penalty": 0,
         "frequency_penalty": 0,
-        "best_of": n,
-        "beam_width": 0,
-        "length_penalty": 1,
     }
     fields = [
         f"sampling.{name}"
@@ -264,10 +314,8 @@ def _unsupported_fields(request: pb.GenerateRequest) -> list[str]:
     ]
     others = {
         "sampling.logit_bias": bool(sampling.logit_bias),
-        "sampling.early_stopping": bool(sampling.early_stopping),
         "output.logprobs": output.HasField("logprobs"),
         "output.prompt_logprobs": output.HasField("prompt_logprobs"),
-        "priority": request.priority != 0,
         "structure": request.HasField("structure"),
         "adapter": bool(request.adapter),
     }
@@ -275,9 +323,11 @@ def _unsupported_fields(request: pb.GenerateRequest) -> list[str]:
 
 
 def _sampling(
-    request: pb.GenerateRequest, defaults: GenerationDefaults, num_prompt_tokens: int, stop_token_ids: Sequence[int]
+    request: pb.GenerateRequest, model: ServedModel, num_prompt_tokens: int, stop_token_ids: Sequence[int]
 ) -> Sampling:
     params = request.sampling
+    # Neither the model's own temperature nor its filters apply to a beam search.
+    defaults = GenerationDefaults(eos_token_ids=(), temperature=0.0) if params.beam_width else model.defaults
 
     def first_set(name: str, fallback: float) -> float:
         if params.HasField(name):
@@ -294,4 +344,12 @@ def _sampling(
         stop_token_ids=stop_token_ids,
         min_tokens=request.stop.min_tokens,
         num_prompt_tokens=num_prompt_tokens,
+    )
+
+
+def _beam_search(params: pb.SamplingParams) -> session_pb2.BeamSearch:
+    return session_pb2.BeamSearch(
+        width=params.beam_width,
+        length_penalty=params.length_penalty if params.HasField("length_penalty") else 1.0,
+        early_stopping=_EARLY_STOPPING[params.early_stopping],
     )

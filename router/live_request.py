@@ -31,6 +31,7 @@ class OutputStream:
     Attributes:
         num_tokens: tokens received and counted; none after a stop string's last.
         ended: the scheduler has reported its end.
+        cumulative_logprob: of all its tokens; known when it has ended.
     """
 
     def __init__(self, index: int, request: CheckedRequest, tokenizer: Tokenizer) -> None:
@@ -38,6 +39,7 @@ class OutputStream:
         self.num_tokens = 0
         self.num_received = 0
         self.ended = False
+        self.cumulative_logprob = 0.0
         self._match: Match | None = None
         self._request = request
         self._detokenizer = Detokenizer(tokenizer.backend, request.prompt_token_ids)
@@ -93,7 +95,10 @@ class OutputStream:
 
     def _end(self, end: session_pb2.Finished) -> None:
         self.ended = True
+        # Of a sequence that ended by itself before StopSequence reached the scheduler it holds the overrun's too.
+        self.cumulative_logprob = end.cumulative_logprob
         self._has_delta = True
+        self._delta.cumulative_logprob = end.cumulative_logprob
         if self._match is not None:
             self._delta.finish_reason = pb.FINISH_REASON_STOP
             self._delta.stop_match.string = self._match.stop
@@ -101,7 +106,6 @@ class OutputStream:
         self._delta.text += self._stops.flush()
         self._delta.finish_reason = _FINISH_REASON[end.status]
         self._delta.finish_message = end.message
-        self._delta.cumulative_logprob = end.cumulative_logprob
         if end.HasField("stop_token_id"):
             self._delta.stop_match.token_id = end.stop_token_id
 
@@ -109,9 +113,11 @@ class OutputStream:
 class LiveRequest:
     """What the router knows of a request between its submission and its last message.
 
+    Where more sequences are sampled than answered (best_of), all are held back until the last has ended.
+
     Args:
         handle: its number on the session.
-        on_stop: called with the index of a sequence in whose text a stop string was found.
+        on_stop: called with a sequence in whose text a stop string was found.
     """
 
     def __init__(
@@ -120,12 +126,12 @@ class LiveRequest:
         request: CheckedRequest,
         tokenizer: Tokenizer,
         arrival: float,
-        on_stop: Callable[[int], None],
+        on_stop: Callable[[OutputStream], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.handle = handle
         self.request = request
-        self.streams = [OutputStream(index, request, tokenizer) for index in range(request.n)]
+        self.streams = [OutputStream(index, request, tokenizer) for index in range(request.num_sequences)]
         self.finished = False
         self.ttft_ms = 0.0
         self._arrival = arrival
@@ -134,13 +140,18 @@ class LiveRequest:
         self._stats = session_pb2.RequestStats()
         self._refusal: Refusal | None = None
         self._filled = asyncio.Event()
-        if request.echo:
+        if request.echo and not self._holds_back:
             self._filled.set()
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens so far."""
+        """Output tokens so far, of all its sequences."""
         return sum(stream.num_tokens for stream in self.streams)
+
+    @property
+    def has_told(self) -> bool:
+        """Whether the client has a token, or is about to get one."""
+        return self.num_tokens > 0 and not self._holds_back
 
     @property
     def total_ms(self) -> float:
@@ -161,11 +172,11 @@ class LiveRequest:
         was_stopped = stream.stopped
         stream.push(token_ids[stream.num_received - first_index :], end)
         if stream.stopped and not was_stopped and not stream.ended:
-            self._on_stop(sequence_index)
+            self._on_stop(stream)
         if end is not None:
             self._stats = end.stats
             self.finished = all(stream.ended for stream in self.streams)
-        if stream.has_delta:
+        if stream.has_delta and not self._holds_back:
             self._filled.set()
         return None
 
@@ -183,7 +194,7 @@ class LiveRequest:
         while True:
             await self._filled.wait()
             self._filled.clear()
-            outputs = [delta for stream in self.streams if (delta := stream.take_delta())]
+            outputs = self._take_outputs()
             if self._refusal is not None:
                 self._filled.set()
                 if not outputs:
@@ -193,6 +204,21 @@ class LiveRequest:
                 if self.finished:
                     self._conclude(response)
                 return response, self.finished
+
+    @property
+    def _holds_back(self) -> bool:
+        return self.request.num_sequences > self.request.n and not self.finished
+
+    def _take_outputs(self) -> list[pb.Output]:
+        if self._holds_back:
+            return []
+        if self.request.num_sequences == self.request.n:
+            return [delta for stream in self.streams if (delta := stream.take_delta())]
+        ranked = sorted(self.streams, key=lambda stream: stream.cumulative_logprob, reverse=True)  # ties by index
+        outputs = [delta for stream in ranked[: self.request.n] if (delta := stream.take_delta())]
+        for index, output in enumerate(outputs):
+            output.index = index
+        return outputs
 
     def _conclude(self, response: pb.GenerateResponse) -> None:
         stats = self._stats

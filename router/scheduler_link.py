@@ -14,11 +14,13 @@ from protos import session_pb2 as pb
 from protos.columns import pack, unpack
 from protos.errors import Refusal, code_from_number, unavailable
 from protos.session_pb2_grpc import SessionServiceStub
-from router.live_request import LiveRequest
+from router.live_request import LiveRequest, OutputStream
 
 _RECONNECT_DELAY_S = 0.1
 # After a refusal that only a new version of one side can mend.
 _REFUSED_DELAY_S = 5.0
+# Of the unary calls, which nobody waits for on a stream.
+_ANSWER_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 
 
@@ -82,17 +84,31 @@ class SchedulerLink:
             if not live.finished:
                 self._send(pb.SessionRequest(cancel=pb.Cancel(handle=live.handle)))
 
-    def stop_sequence(self, handle: int, sequence_index: int) -> None:
-        """A stop string was found in this sequence."""
-        stop = pb.StopSequence(handle=handle, sequence_index=sequence_index)
+    def stop_sequence(self, handle: int, stream: OutputStream) -> None:
+        """A stop string was found in this sequence, and ends with the last of its tokens that count."""
+        stop = pb.StopSequence(handle=handle, sequence_index=stream.index, num_tokens=stream.num_tokens)
         self._send(pb.SessionRequest(stop_sequence=stop))
 
     async def get_state(self) -> pb.GetStateResponse:
         """The scheduler's queues and blocks."""
         try:
-            return await self._stub.GetState(pb.GetStateRequest(), timeout=5)
+            return await self._stub.GetState(pb.GetStateRequest(), timeout=_ANSWER_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise unavailable("NO_SCHEDULER", f"the scheduler does not answer: {error.details()}") from error
+            raise _no_answer(error) from error
+
+    async def explain(self, request_id: str) -> pb.ExplainResponse:
+        """Why a live request is where it is.
+
+        Raises:
+            Refusal: NOT_FOUND, there is no such live request; UNAVAILABLE.
+        """
+        try:
+            return await self._stub.Explain(pb.ExplainRequest(request_id=request_id), timeout=_ANSWER_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                message = f"request_id: no live request is {request_id[:128]!r}; it has ended, or was never submitted"
+                raise Refusal(grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND", message) from error
+            raise _no_answer(error) from error
 
     async def run(self) -> None:
         """Keeps a session open, for ever."""
@@ -153,9 +169,12 @@ class SchedulerLink:
             request_id=request.request_id,
             prompt_token_ids=pack(request.prompt_token_ids),
             sampling=request.sampling,
-            n=request.n,
+            n=request.num_sequences,
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            beam_search=request.beam_search,
             timeout_ms=0 if deadline is None else max(1, int((deadline - time.monotonic()) * 1e3)),
         )
         self._send(pb.SessionRequest(submit=submit))
@@ -219,7 +238,7 @@ class SchedulerLink:
                 live.fail(_lost(live, "the scheduler does not know of it any more"))
             for stream in live.streams:
                 if stream.stopped and not stream.ended:
-                    self.stop_sequence(handle, stream.index)
+                    self.stop_sequence(handle, stream)
         self._on_change()
 
     def _disconnected(self) -> None:
@@ -247,7 +266,11 @@ def _push(live: LiveRequest, index: int, first_index: int, token_ids: list[int],
         )
 
 
+def _no_answer(error: grpc.aio.AioRpcError) -> Refusal:
+    return unavailable("NO_SCHEDULER", f"the scheduler does not answer: {error.details()}")
+
+
 def _lost(live: LiveRequest, why: str) -> Refusal:
     """UNAVAILABLE, which proxies retry, as long as the client has no token; then ABORTED, which they do not."""
-    code = grpc.StatusCode.ABORTED if live.num_tokens else grpc.StatusCode.UNAVAILABLE
+    code = grpc.StatusCode.ABORTED if live.has_told else grpc.StatusCode.UNAVAILABLE
     return Refusal(code, "SCHEDULER_LOST", f"the request was lost: {why}", retry_delay_ms=1000)

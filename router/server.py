@@ -8,10 +8,10 @@ import time
 import grpc
 
 from protos import session_pb2
-from protos.errors import Refusal, Violation, invalid_argument, unavailable, unsupported
+from protos.errors import Refusal, Violation, invalid_argument, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
-from protos.pagewire.v1 import introspection_pb2
 from router.check import ServedModel, check_before_tokenizing, check_length, check_model, check_token_ids, resolve
+from router.client_stream import write
 from router.config import RouterSettings
 from router.live_request import LiveRequest
 from router.scheduler_link import SchedulerLink
@@ -37,7 +37,7 @@ class GenerationService:
             last = False
             while not last:
                 response, last = await live.take()
-                await self._write(response, context)
+                await write(context, response, self._settings.write_stall_s)
 
     async def Complete(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.CompleteResponse:
         """Answers the same request whole."""
@@ -104,15 +104,6 @@ class GenerationService:
             eos_token_ids=model.defaults.eos_token_ids,
         )
 
-    async def _write(self, response: pb.GenerateResponse, context: grpc.aio.ServicerContext) -> None:
-        """Writes to the client; one that has stopped reading holds its place for a bounded time only."""
-        try:
-            async with asyncio.timeout(self._settings.write_stall_s):
-                await context.write(response)
-        except TimeoutError:
-            message = f"the client has read nothing for {self._settings.write_stall_s:g} s"
-            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT_STALLED", message) from None
-
     async def admit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> LiveRequest:
         """Checks, tokenizes and submits a request."""
         arrival = time.monotonic()
@@ -135,7 +126,7 @@ class GenerationService:
                 checked,
                 self._tokenizer,
                 arrival,
-                on_stop=lambda sequence_index: self._link.stop_sequence(handle, sequence_index),
+                on_stop=lambda stream: self._link.stop_sequence(handle, stream),
             )
             self._link.submit(live, context.time_remaining())
         except BaseException:
@@ -223,46 +214,3 @@ class _Admission:
             case _:
                 outcome = "INTERNAL"
         self._service.release(self._live, outcome)
-
-
-class IntrospectionService:
-    """Shows the scheduler's state."""
-
-    def __init__(self, link: SchedulerLink) -> None:
-        self._link = link
-
-    async def GetState(
-        self, request: introspection_pb2.GetStateRequest, context: grpc.aio.ServicerContext
-    ) -> introspection_pb2.GetStateResponse:
-        """The scheduler's state now."""
-        state = await self._link.get_state()
-        pool = introspection_pb2.BlockPool(
-            num_total=state.num_blocks,
-            num_free=state.num_free_blocks,
-            num_held=state.num_held_blocks,
-            num_cached=state.num_cached_blocks,
-            num_shared=state.num_shared_blocks,
-        )
-        return introspection_pb2.GetStateResponse(
-            state=introspection_pb2.SchedulerState(
-                serving=state.serving,
-                num_waiting=state.num_waiting,
-                num_running=state.num_running,
-                num_swapped=state.num_swapped,
-                block_pool=pool,
-                num_steps=state.num_steps,
-                num_preemptions=state.num_preemptions,
-                last_step_ms=state.last_step_ms,
-                last_step_tokens=state.last_step_tokens,
-            )
-        )
-
-    async def WatchState(self, request: introspection_pb2.WatchStateRequest, context: grpc.aio.ServicerContext) -> None:
-        """Not supported yet."""
-        raise unsupported(["WatchState"])
-
-    async def ExplainRequest(
-        self, request: introspection_pb2.ExplainRequestRequest, context: grpc.aio.ServicerContext
-    ) -> introspection_pb2.ExplainRequestResponse:
-        """Not supported yet."""
-        raise unsupported(["ExplainRequest"])

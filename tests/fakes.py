@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -64,19 +65,31 @@ def scripted(sequence_index: int, output_index: int) -> int:
     return TEXT.encode()[(sequence_index + output_index) % len(TEXT)]
 
 
+def scripted_candidates(last_token_id: int, output_index: int, num: int) -> list[tuple[int, float]]:
+    """The fake model's beams: TEXT is the most probable continuation, and each byte over TEXT's costs one more.
+
+    An early deviation costs a little less than the same one later, so that no two outputs are equally probable.
+    """
+    best = scripted(0, output_index)
+    return [((best + rank) % 256, -0.5 - rank * (1 + output_index / 1000)) for rank in range(num)]
+
+
 @dataclass
 class FakeWorker:
     """Answers steps by a script; holds them while `gate` is clear.
 
     Attributes:
         script: (sequence index, output index) -> token id.
+        candidates: for beams: (last token id, output index, how many) -> (token id, log-probability), best first.
         requests: every step it was sent.
         known: request ids whose sampling it holds.
         explode: steps still to fail with an exception.
     """
 
     script: Callable[[int, int], int] = scripted
+    candidates: Callable[[int, int, int], list[tuple[int, float]]] = scripted_candidates
     num_blocks: int = 64
+    num_cpu_blocks: int = 0
     block_size: int = 4
     epoch: int = 1
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,6 +110,8 @@ class FakeWorker:
             kv_dtype="float32",
             block_size=self.block_size,
             num_blocks=self.num_blocks,
+            num_cpu_blocks=self.num_cpu_blocks,
+            swap_ms_per_block=0.1 if self.num_cpu_blocks else 0,
             kv_cache_note="as the test wants",
             max_num_batched_tokens=4096,
         )
@@ -120,16 +135,27 @@ class FakeWorker:
         for new in request.new_requests:
             self.known[new.request_id] = new.sampling
         ids, starts, counts = map(unpack, (request.request_ids, request.num_computed_tokens, request.num_new_tokens))
+        token_ids, ends = unpack(request.token_ids), list(itertools.accumulate(counts))
         rows, indexes = map(unpack, (request.sample_rows, request.sample_sequence_indexes))
-        tokens = []
+        samples: list[tuple[int, float]] = []
+        candidates: list[tuple[int, float]] = []
         for row, index in zip(rows, indexes, strict=True):
             sampling = self.known[ids[row]]
-            tokens.append(self.script(index, starts[row] + counts[row] - sampling.num_prompt_tokens))
+            output_index = starts[row] + counts[row] - sampling.num_prompt_tokens
+            if sampling.num_candidates:
+                found = self.candidates(token_ids[ends[row] - 1], output_index, sampling.num_candidates)
+                assert len({token_id for token_id, _ in found}) == sampling.num_candidates
+                candidates += found
+                samples.append(found[0])
+            else:
+                samples.append((self.script(index, output_index), -0.5))
         return worker_pb2.ExecuteModelResponse(
             step_id=request.step_id,
             epoch=self.epoch,
-            token_ids=pack(tokens),
-            logprobs=pack_floats([-0.5] * len(tokens)),
+            token_ids=pack(token_id for token_id, _ in samples),
+            logprobs=pack_floats(logprob for _, logprob in samples),
+            candidate_token_ids=pack(token_id for token_id, _ in candidates),
+            candidate_logprobs=pack_floats(logprob for _, logprob in candidates),
         )
 
 

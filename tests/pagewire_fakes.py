@@ -21,7 +21,12 @@ from grpc_status import rpc_status
 
 from protos.errors import Refusal, to_status
 from protos.pagewire.v1 import generation_pb2 as pb
+from protos.pagewire.v1 import introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+from protos.pagewire.v1.introspection_pb2_grpc import (
+    IntrospectionServiceServicer,
+    add_IntrospectionServiceServicer_to_server,
+)
 
 USAGE = pb.Usage(prompt_tokens=5, cached_prompt_tokens=2, completion_tokens=3)
 TIMINGS = pb.Timings(queue_ms=1, ttft_ms=100, total_ms=300)
@@ -97,6 +102,41 @@ class FakeGeneration(GenerationServiceServicer):
         )
 
 
+class FakeIntrospection(IntrospectionServiceServicer):
+    """Shows `states`, one after the other, and then raises `refusal`; knows the requests in `explanations`.
+
+    Attributes:
+        intervals_ms: of the watches that came.
+    """
+
+    def __init__(self) -> None:
+        self.states: list[introspection_pb2.SchedulerState] = []
+        self.refusal: Refusal | None = None
+        self.explanations: dict[str, introspection_pb2.ExplainRequestResponse] = {}
+        self.intervals_ms: list[int] = []
+
+    def GetState(self, request, context):
+        with _refusals(context):
+            if self.refusal is not None:
+                raise self.refusal
+        return introspection_pb2.GetStateResponse(state=self.states[0])
+
+    def WatchState(self, request, context):
+        self.intervals_ms.append(request.interval_ms)
+        for state in self.states:
+            yield introspection_pb2.WatchStateResponse(state=state)
+        with _refusals(context):
+            if self.refusal is not None:
+                raise self.refusal
+
+    def ExplainRequest(self, request, context):
+        with _refusals(context):
+            if request.request_id not in self.explanations:
+                message = f"no live request is {request.request_id!r}"
+                raise Refusal(grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND", message)
+        return self.explanations[request.request_id]
+
+
 @contextmanager
 def _refusals(context: grpc.ServicerContext) -> Iterator[None]:
     try:
@@ -106,13 +146,17 @@ def _refusals(context: grpc.ServicerContext) -> Iterator[None]:
 
 
 @contextmanager
-def serving(fake: FakeGeneration, address: str = "127.0.0.1:0") -> Iterator[str]:
-    """Serves a fake with health; gives its address."""
+def serving(
+    fake: FakeGeneration, address: str = "127.0.0.1:0", introspection: FakeIntrospection | None = None
+) -> Iterator[str]:
+    """Serves a fake with health, and another of the introspection service if given; gives their address."""
     server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
     servicer = health.HealthServicer()
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     add_GenerationServiceServicer_to_server(fake, server)
+    if introspection is not None:
+        add_IntrospectionServiceServicer_to_server(introspection, server)
     port = server.add_insecure_port(address)
     server.start()
     try:

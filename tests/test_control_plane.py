@@ -443,13 +443,8 @@ LATER = [
     ({"sampling": {"frequency_penalty": 1}}, "sampling.frequency_penalty"),
     ({"sampling": {"typical_p": 0.5}}, "sampling.typical_p"),
     ({"sampling": {"logit_bias": {1: 1.0}}}, "sampling.logit_bias"),
-    ({"sampling": {"best_of": 2}}, "sampling.best_of"),
-    ({"sampling": {"beam_width": 4}}, "sampling.beam_width"),
-    ({"sampling": {"length_penalty": 2}}, "sampling.length_penalty"),
-    ({"sampling": {"early_stopping": "EARLY_STOPPING_TRUE"}}, "sampling.early_stopping"),
     ({"output": {"logprobs": 0}}, "output.logprobs"),
     ({"output": {"prompt_logprobs": 1}}, "output.prompt_logprobs"),
-    ({"priority": 1}, "priority"),
     ({"structure": {"regex": "a+"}}, "structure"),
     ({"adapter": "mine"}, "adapter"),
 ]

@@ -8,32 +8,54 @@ from fakes import TEXT, write_tokenizer
 
 from protos import session_pb2
 from protos.errors import Refusal
+from protos.pagewire.v1 import generation_pb2 as pb
 from protos.sampling_pb2 import Sampling
 from router.check import CheckedRequest
-from router.live_request import LiveRequest
+from router.live_request import LiveRequest, OutputStream
 from router.tokenizer import Tokenizer
 
 
 @pytest.fixture
-def live(tmp_path) -> LiveRequest:
-    request = CheckedRequest(
-        request_id="r",
-        prompt_token_ids=[1],
-        sampling=Sampling(),
-        n=1,
-        max_tokens=100,
-        min_tokens=0,
-        stop_strings=(),
-        stop_token_ids=(),
-        include_stop_string=False,
-        with_token_ids=True,
-        echo="",
-    )
-    return LiveRequest(1, request, Tokenizer(write_tokenizer(tmp_path)), arrival=0.0, on_stop=lambda index: None)
+def stopped() -> list[OutputStream]:
+    """Sequences in which a stop string was found."""
+    return []
 
 
-def end() -> session_pb2.Finished:
-    return session_pb2.Finished(handle=1, status=session_pb2.FINISH_STATUS_LENGTH_CAPPED)
+@pytest.fixture
+def make(tmp_path, stopped):
+    """A live request with what a test wants of it."""
+    tokenizer = Tokenizer(write_tokenizer(tmp_path))
+
+    def make(n=1, best_of=None, stop_strings=(), echo="", clock=lambda: 0.0) -> LiveRequest:
+        request = CheckedRequest(
+            request_id="r",
+            prompt_token_ids=[1],
+            sampling=Sampling(),
+            n=n,
+            num_sequences=best_of or n,
+            beam_search=None,
+            priority=0,
+            cache_salt="",
+            max_tokens=100,
+            min_tokens=0,
+            stop_strings=stop_strings,
+            stop_token_ids=(),
+            include_stop_string=False,
+            with_token_ids=True,
+            echo=echo,
+        )
+        return LiveRequest(1, request, tokenizer, arrival=0.0, on_stop=stopped.append, clock=clock)
+
+    return make
+
+
+@pytest.fixture
+def live(make) -> LiveRequest:
+    return make()
+
+
+def end(cumulative_logprob=-1.0, status=session_pb2.FINISH_STATUS_LENGTH_CAPPED, **fields) -> session_pb2.Finished:
+    return session_pb2.Finished(handle=1, status=status, cumulative_logprob=cumulative_logprob, **fields)
 
 
 async def test_a_reader_that_is_away_for_forty_tokens_gets_them_as_one_delta(live):
@@ -76,3 +98,127 @@ async def test_a_take_waits_for_text_not_for_half_a_character(live):
     assert not taking.done()
     live.push(0, 0, list("é".encode()), None)
     assert (await taking)[0].outputs[0].text == "é"
+
+
+# Stop strings
+
+
+async def test_the_token_that_completes_a_stop_string_is_the_last_that_counts(make, stopped):
+    live = make(stop_strings=["ick"])
+    live.push(0, 0, list(b"The quick brown"), None)
+    assert [(stream.index, stream.num_tokens) for stream in stopped] == [(0, len("The quick"))]
+    live.push(0, len("The quick brown"), list(b" fox"), None)
+    assert len(stopped) == 1, "the scheduler is told once"
+    assert (live.num_tokens, live.streams[0].num_received) == (9, 19)
+
+
+async def test_text_before_a_stop_string_is_told_at_once_and_its_end_when_the_scheduler_has_said_the_sum(make):
+    live = make(stop_strings=["ick"])
+    live.push(0, 0, list(b"The quick brown"), None)
+    response, last = await live.take()
+    assert not last
+    (output,) = response.outputs
+    assert (output.text, output.finish_reason) == ("The qu", pb.FINISH_REASON_UNSPECIFIED)
+    assert not output.HasField("cumulative_logprob")
+    live.push(0, 15, [], end(-4.5, session_pb2.FINISH_STATUS_STOPPED))
+    response, last = await live.take()
+    assert last
+    (output,) = response.outputs
+    assert (output.text, output.finish_reason, output.stop_match.string) == ("", pb.FINISH_REASON_STOP, "ick")
+    assert output.cumulative_logprob == -4.5
+
+
+async def test_a_stop_string_in_the_last_token_of_all_needs_no_word_to_the_scheduler(make, stopped):
+    live = make(stop_strings=["ick"])
+    live.push(0, 0, list(b"The quick"), end(-4.5))
+    (output,) = (await live.take())[0].outputs
+    assert (output.text, output.stop_match.string, output.cumulative_logprob) == ("The qu", "ick", -4.5)
+    assert stopped == []
+
+
+async def test_a_stop_string_counts_though_the_sequence_ended_by_itself_behind_it(make, stopped):
+    live = make(stop_strings=["ick"])
+    live.push(0, 0, list(b"The quick brown"), end(stop_token_id=7))
+    response, last = await live.take()
+    assert last
+    (output,) = response.outputs
+    assert (output.text, output.finish_reason, output.stop_match.string) == ("The qu", pb.FINISH_REASON_STOP, "ick")
+    assert (response.usage.completion_tokens, stopped) == (9, [])
+
+
+# best_of: more sequences than are answered
+
+
+async def test_nothing_is_told_before_the_last_of_best_of_has_ended(make):
+    live = make(best_of=2, echo="say: ")
+    taking = asyncio.create_task(live.take())
+    live.push(0, 0, list(b"ab"), end(-1))
+    live.push(1, 0, list(b"cd"), None)
+    await asyncio.sleep(0)
+    assert not taking.done()
+    live.push(1, 2, list(b"e"), end(-2))
+    response, last = await taking
+    assert last
+    assert [output.text for output in response.outputs] == ["say: ab"]
+
+
+async def test_the_n_most_probable_of_best_of_come_best_first_with_indexes_of_their_own(make):
+    live = make(n=2, best_of=4)
+    for index, logprob in enumerate((-3, -1, -4, -2)):
+        live.push(index, 0, [ord("a") + index], end(logprob, stop_token_id=7))
+    response, _ = await live.take()
+    assert [(output.index, bytes(output.token_ids)) for output in response.outputs] == [(0, b"b"), (1, b"d")]
+    assert [output.cumulative_logprob for output in response.outputs] == [-1, -2]
+    assert response.outputs[0].stop_match.token_id == 7
+
+
+async def test_of_equally_probable_sequences_the_first_is_taken(make):
+    live = make(n=2, best_of=3)
+    for index in (2, 1, 0):
+        live.push(index, 0, [ord("a") + index], end(-1))
+    response, _ = await live.take()
+    assert [output.text for output in response.outputs] == ["a", "b"]
+
+
+async def test_the_usage_of_best_of_counts_what_was_sampled_not_what_is_answered(make):
+    live = make(best_of=3)
+    for index in range(3):
+        live.push(index, 0, list(b"abcd"), end(-index))
+    response, _ = await live.take()
+    assert response.usage.completion_tokens == 12
+    assert len(response.outputs[0].token_ids) == 4
+
+
+async def test_a_sequence_that_a_stop_string_ended_is_compared_by_its_sum_up_to_there(make, stopped):
+    live = make(best_of=2, stop_strings=["!"])
+    live.push(0, 0, list(b"ab"), end(-2))
+    live.push(1, 0, list(b"c!xyz"), None)
+    assert [(stream.index, stream.num_tokens) for stream in stopped] == [(1, 2)]
+    live.push(1, 5, [], end(-1, session_pb2.FINISH_STATUS_STOPPED))
+    response, _ = await live.take()
+    assert [output.text for output in response.outputs] == ["c"]
+    assert response.usage.completion_tokens == 4
+
+
+async def test_best_of_that_fails_half_way_gives_the_error_alone(make):
+    live = make(best_of=2)
+    live.push(0, 0, list(b"ab"), end(-1))
+    assert not live.has_told
+    live.fail(Refusal(grpc.StatusCode.INTERNAL, "X", "gone"))
+    with pytest.raises(Refusal, match="gone"):
+        await live.take()
+
+
+# Beam searches: the scheduler tells everything at the end
+
+
+async def test_the_first_token_of_a_beam_search_is_there_when_all_are(make):
+    now = [0.0]
+    live = make(n=2, clock=lambda: now[0])
+    now[0] = 2.5
+    live.push(0, 0, list(b"ab"), end(-1))
+    live.push(1, 0, list(b"cd"), end(-2))
+    response, last = await live.take()
+    assert last
+    assert [(output.index, output.text) for output in response.outputs] == [(0, "ab"), (1, "cd")]
+    assert response.timings.ttft_ms == response.timings.total_ms == 2500

@@ -72,6 +72,31 @@ def test_generate_writes_several_answers_one_after_the_other(run, fake):
     assert (fake.requests[0].sampling.n, fake.requests[0].sampling.seed) == (2, 7)
 
 
+def test_generate_passes_on_how_to_search_and_whom_to_prefer(run, fake):
+    options = ["--beam-width", "4", "--n", "2", "--length-penalty", "0.5", "--early-stopping", "never"]
+    shown = run("generate", "Hi", *options, "--priority", "-3", "--cache-salt", "mine")
+    assert shown.exit_code == 0, shown.output
+    (request,) = fake.requests
+    sampling = request.sampling
+    assert (sampling.beam_width, sampling.n, sampling.length_penalty) == (4, 2, 0.5)
+    assert sampling.early_stopping == pb.EARLY_STOPPING_NEVER
+    assert (request.priority, request.cache_salt) == (-3, "mine")
+    run("generate", "Hi", "--best-of", "3")
+    assert fake.requests[1].sampling == pb.SamplingParams(best_of=3), "what is not given is not sent"
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", pb.EARLY_STOPPING_TRUE), ("false", pb.EARLY_STOPPING_FALSE)])
+def test_early_stopping_is_a_word(run, fake, word, value):
+    run("generate", "Hi", "--beam-width", "2", "--early-stopping", word)
+    assert fake.requests[0].sampling.early_stopping == value
+
+
+@pytest.mark.parametrize("options", [["--beam-width", "2"], ["--best-of", "2"]])
+def test_an_answer_that_comes_at_once_has_no_rate(run, options):
+    shown = run("generate", "Hi", *options)
+    assert shown.stderr == "3 tokens in 0.30 s (prompt of 5, 2 cached)\n"
+
+
 def test_generate_prints_everything_as_one_json_object(run):
     shown = run("generate", "Hi", "--json")
     assert json.loads(shown.stdout) == {
@@ -159,7 +184,20 @@ def test_model_prints_a_folder(tmp_path):
 
 
 def test_every_command_has_help():
-    for name in ("up", "down", "status", "health", "model", "generate", "chat", "tokenize", "bench", "demo"):
+    for name in (
+        "up",
+        "down",
+        "status",
+        "health",
+        "model",
+        "generate",
+        "chat",
+        "tokenize",
+        "top",
+        "explain",
+        "bench",
+        "demo",
+    ):
         shown = CliRunner().invoke(app, [name, "--help"])
         assert shown.exit_code == 0, name
 

@@ -73,8 +73,10 @@ def test_an_option_that_is_none_or_absent_is_not_sent():
 def test_options_reach_their_fields():
     request = generate_request(
         [1, 2],
-        {"stop": "END", "stop_token_ids": [5], "token_ids": True, "logit_bias": {3: 1.5}, "early_stopping": "never"},
+        {"stop": "END", "stop_token_ids": [5], "token_ids": True, "logit_bias": {3: 1.5}, "early_stopping": "never"}
+        | {"priority": -3, "cache_salt": "mine"},
     )
+    assert (request.priority, request.cache_salt) == (-3, "mine")
     assert list(request.token_ids.ids) == [1, 2]
     assert (list(request.stop.strings), list(request.stop.token_ids)) == (["END"], [5])
     assert request.output.token_ids

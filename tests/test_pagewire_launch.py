@@ -251,7 +251,7 @@ def test_a_detached_cluster_serves_and_is_shown_and_stopped(home, port):
     assert health.check(f"127.0.0.1:{port}") == health.SERVING
     shown = pagewire("status", "--port", port)
     assert shown.returncode == 0
-    for word in (*NAMES, "launcher", "SERVING", "fake, float32, 64 tokens", "UNIMPLEMENTED", f"{port}.log"):
+    for word in (*NAMES, "launcher", "SERVING", "fake, float32, 64 tokens", "--no-introspection", f"{port}.log"):
         assert word in shown.stdout
     again = pagewire("up", "--model", home, "--port", port)
     assert (again.returncode, "runs on port" in again.stderr) == (1, True)

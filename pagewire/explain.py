@@ -1,0 +1,49 @@
+"""`pagewire explain`: why a live request is where it is, in lines to read."""
+
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from pagewire.introspection import introspection
+from protos.pagewire.v1 import introspection_pb2 as pb
+
+_TIMEOUT_S = 5.0
+_STATUS = {
+    pb.REQUEST_STATUS_WAITING: "waiting",
+    pb.REQUEST_STATUS_RUNNING: "running",
+    pb.REQUEST_STATUS_SWAPPED: "swapped out",
+}
+
+
+def show(target: str, request_id: str, console: Console) -> None:
+    """Prints what the server says of a request.
+
+    Raises:
+        RequestError: NotFound where no live request has this id.
+    """
+    with introspection(target) as stub:
+        request = pb.ExplainRequestRequest(request_id=request_id)
+        facts = stub.ExplainRequest(request, timeout=_TIMEOUT_S)
+    for name, words in explained(facts):
+        console.print(f"{name:<10} {words}", markup=False)
+
+
+def explained(facts: pb.ExplainRequestResponse) -> Iterator[tuple[str, str]]:
+    """Names and sentences, most important first; what has no meaning for the request's status is left out."""
+    status = _STATUS.get(facts.status, "in a state that this version does not know")
+    runs = facts.status == pb.REQUEST_STATUS_RUNNING
+    yield "status", status if runs else f"{status}: {facts.message}"
+    if facts.HasField("queue_position"):
+        ahead = facts.queue_position
+        yield "queue", f"{ahead} before it" if ahead else "first"
+    needed = "" if runs else f", {facts.num_blocks_needed} needed to run"
+    yield "blocks", f"{facts.num_blocks_held} held{needed}, {facts.num_blocks_free} can be allocated now"
+    cached = f"{facts.num_cached_prompt_tokens} of the prompt found cached"
+    yield "tokens", f"{facts.num_computed_tokens} computed, {facts.num_output_tokens} sampled, {cached}"
+    yield "sequences", f"{facts.num_running_seqs} of at most {facts.max_num_seqs} run, of all requests"
+    if facts.num_preemptions:
+        times = "once" if facts.num_preemptions == 1 else f"{facts.num_preemptions} times"
+        by = f" for {facts.preempted_by}" if facts.preempted_by else ""
+        why = f": {facts.preemption_reason}" if facts.preemption_reason else ""
+        yield "preempted", f"{times}, last{by}{why}"
+    yield "submitted", f"{facts.waited_ms / 1e3:.1f} s ago"

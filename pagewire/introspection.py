@@ -1,0 +1,29 @@
+"""Asking a server for its state, for the commands that show it: its IntrospectionService with this room's errors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from pagewire.client import CHANNEL_OPTIONS
+from pagewire.errors import Unsupported, from_rpc_error
+from protos.errors import Refusal
+from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
+
+
+@contextmanager
+def introspection(target: str) -> Iterator[IntrospectionServiceStub]:
+    """The service of the server at `target` while the `with` block lasts.
+
+    Raises:
+        RequestError: a call in the block failed; Unsupported where the server shows no state.
+    """
+    with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+        try:
+            yield IntrospectionServiceStub(channel)
+        except grpc.RpcError as error:
+            named = from_rpc_error(error)
+            if isinstance(named, Unsupported) and not named.reason:  # gRPC's own word for a service that is not there
+                message = f"{target} shows no state: its router runs with --no-introspection"
+                named = Unsupported(Refusal(named.code, "", message))
+            raise named from None

@@ -1,0 +1,155 @@
+"""What a person asks when something waits: the scheduler's state, once or again and again, and one request's own.
+
+A watch ends with UNAVAILABLE and a delay for the retry where the scheduler does not answer, and as soon as this router
+drains: it never ends without a word, and never holds up a shutdown.
+"""
+
+import asyncio
+
+import grpc
+from grpc_status import rpc_status
+
+from protos import session_pb2
+from protos.errors import Refusal, Violation, invalid_argument, to_status, unavailable
+from protos.pagewire.v1 import introspection_pb2 as pb
+from router.client_stream import write
+from router.scheduler_link import SchedulerLink
+
+# Each asks the scheduler, which has steps to plan, up to a hundred times a second.
+MAX_WATCHES = 16
+_MIN_INTERVAL_MS, _DEFAULT_INTERVAL_MS, _MAX_INTERVAL_MS = 10, 1000, 3_600_000
+
+_STATUS = {
+    session_pb2.STATUS_WAITING: pb.REQUEST_STATUS_WAITING,
+    session_pb2.STATUS_RUNNING: pb.REQUEST_STATUS_RUNNING,
+    session_pb2.STATUS_SWAPPED: pb.REQUEST_STATUS_SWAPPED,
+}
+_REASON = {
+    session_pb2.REASON_UNSPECIFIED: pb.WAIT_REASON_UNSPECIFIED,
+    session_pb2.REASON_NO_WORKER: pb.WAIT_REASON_NO_WORKER,
+    session_pb2.REASON_NEXT_STEP: pb.WAIT_REASON_NEXT_STEP,
+    session_pb2.REASON_QUEUE: pb.WAIT_REASON_QUEUE,
+    session_pb2.REASON_BLOCKS: pb.WAIT_REASON_BLOCKS,
+    session_pb2.REASON_SEQUENCES: pb.WAIT_REASON_SEQUENCES,
+    session_pb2.REASON_TOKENS: pb.WAIT_REASON_TOKENS,
+    session_pb2.REASON_SWAPPED_GROUPS: pb.WAIT_REASON_SWAPPED_GROUPS,
+    session_pb2.REASON_DELAY: pb.WAIT_REASON_DELAY,
+}
+
+
+class IntrospectionService:
+    """Shows what the scheduler says of itself.
+
+    Args:
+        link: to the scheduler.
+        stopping: set when this router begins to drain.
+        write_stall_s: seconds after which a client that does not read is given up.
+    """
+
+    def __init__(self, link: SchedulerLink, stopping: asyncio.Event, write_stall_s: float) -> None:
+        self._link = link
+        self._stopping = stopping
+        self._write_stall_s = write_stall_s
+        self._num_watches = 0
+
+    async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> pb.GetStateResponse:
+        """The scheduler's state now."""
+        return pb.GetStateResponse(state=_state(await self._link.get_state()))
+
+    async def WatchState(self, request: pb.WatchStateRequest, context: grpc.aio.ServicerContext) -> None:
+        """The same again and again, until the client leaves."""
+        interval_ms = request.interval_ms if request.HasField("interval_ms") else _DEFAULT_INTERVAL_MS
+        if not _MIN_INTERVAL_MS <= interval_ms <= _MAX_INTERVAL_MS:
+            description = f"is {interval_ms}; must be in {_MIN_INTERVAL_MS} .. {_MAX_INTERVAL_MS}"
+            raise invalid_argument([Violation("interval_ms", description)])
+        if self._num_watches >= MAX_WATCHES:
+            message = f"{MAX_WATCHES} clients watch already; retry, or ask for single states"
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHES", message, retry_delay_ms=1000)
+        self._num_watches += 1
+        watch = asyncio.create_task(self._watch(context, interval_ms / 1e3))
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([watch, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()  # raises: a watch has no other end
+            _end(context, unavailable("DRAINING", "this server is shutting down; retry, it or another will answer"))
+        finally:
+            self._num_watches -= 1
+            watch.cancel()
+            stopping.cancel()
+            await asyncio.gather(watch, stopping, return_exceptions=True)
+
+    async def ExplainRequest(
+        self, request: pb.ExplainRequestRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ExplainRequestResponse:
+        """Why a live request is where it is."""
+        if not request.request_id:
+            raise invalid_argument([Violation("request_id", "must not be empty")])
+        return _explanation(await self._link.explain(request.request_id))
+
+    async def _watch(self, context: grpc.aio.ServicerContext, interval_s: float) -> None:
+        while True:
+            state = _state(await self._link.get_state())
+            await write(context, pb.WatchStateResponse(state=state), self._write_stall_s)
+            await asyncio.sleep(interval_s)
+
+
+def _end(context: grpc.aio.ServicerContext, refusal: Refusal) -> None:
+    """Ends a stream with an error as soon as its method returns; to raise it would wait for a client to read it."""
+    status = rpc_status.to_status(to_status(refusal))
+    context.set_code(status.code)
+    context.set_details(status.details)
+    context.set_trailing_metadata(status.trailing_metadata)
+
+
+def _state(state: session_pb2.GetStateResponse) -> pb.SchedulerState:
+    return pb.SchedulerState(
+        serving=state.serving,
+        num_waiting=state.num_waiting,
+        num_running=state.num_running,
+        num_swapped=state.num_swapped,
+        block_pool=pb.BlockPool(
+            num_total=state.num_blocks,
+            num_free=state.num_free_blocks,
+            num_held=state.num_held_blocks,
+            num_cached=state.num_cached_blocks,
+            num_shared=state.num_shared_blocks,
+            num_references=state.num_block_references,
+            num_swap_total=state.num_swap_blocks,
+            num_swap_free=state.num_free_swap_blocks,
+        ),
+        num_steps=state.num_steps,
+        num_preemptions=state.num_preemptions,
+        last_step_ms=state.last_step_ms,
+        last_step_tokens=state.last_step_tokens,
+        num_waiting_tokens=state.num_waiting_tokens,
+        num_swap_outs=state.num_swap_outs,
+        num_swap_ins=state.num_swap_ins,
+        prefix_cache=pb.PrefixCache(
+            num_looked_up_tokens=state.num_looked_up_tokens, num_found_tokens=state.num_found_tokens
+        ),
+        prefill_tokens_per_s=state.prefill_tokens_per_s,
+        swap_blocks_per_s=state.swap_blocks_per_s,
+    )
+
+
+def _explanation(facts: session_pb2.ExplainResponse) -> pb.ExplainRequestResponse:
+    queued = facts.status in (session_pb2.STATUS_WAITING, session_pb2.STATUS_SWAPPED)
+    return pb.ExplainRequestResponse(
+        status=_STATUS.get(facts.status, pb.REQUEST_STATUS_UNSPECIFIED),
+        reason=_REASON.get(facts.reason, pb.WAIT_REASON_UNSPECIFIED),
+        message=facts.message,
+        queue_position=facts.queue_position if queued else None,
+        num_blocks_needed=facts.num_blocks_needed,
+        num_blocks_free=facts.num_blocks_free,
+        num_blocks_held=facts.num_blocks_held,
+        num_preemptions=facts.num_preemptions,
+        preempted_by=facts.preempted_by,
+        preemption_reason=facts.preemption_reason,
+        num_computed_tokens=facts.num_computed_tokens,
+        num_cached_prompt_tokens=facts.num_cached_prompt_tokens,
+        num_output_tokens=facts.num_output_tokens,
+        num_running_seqs=facts.num_running_seqs,
+        max_num_seqs=facts.max_num_seqs,
+        waited_ms=facts.waited_ms,
+    )

@@ -1,0 +1,125 @@
+"""A scheduler that says what a test tells it to, and a real router in front of it."""
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from fakes import CONTEXT_LENGTH, VOCABULARY_SIZE, running, write_tokenizer
+
+import router.__main__ as router_main
+from protos import session_pb2
+from protos.columns import pack
+from protos.errors import Refusal
+from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
+from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
+from protos.rpc import Server, Service, dial, wait_for_serving
+from protos.session_pb2_grpc import add_SessionServiceServicer_to_server
+from router.config import RouterSettings
+from router.tokenizer import Tokenizer
+
+
+def finished(
+    sequence_index: int = 0, cumulative_logprob: float = -1.0, handle: int = 1, **fields
+) -> session_pb2.Finished:
+    """The end of a sequence, by its length unless told otherwise."""
+    fields = {"status": session_pb2.FINISH_STATUS_LENGTH_CAPPED} | fields
+    return session_pb2.Finished(
+        handle=handle, sequence_index=sequence_index, cumulative_logprob=cumulative_logprob, **fields
+    )
+
+
+@dataclass
+class FakeScheduler:
+    """Welcomes one router, and keeps what it sends.
+
+    Attributes:
+        heard: Submit, StopSequence and Cancel messages, in order.
+        state: what GetState answers; None for no answer.
+        explanations: what Explain answers, by request id.
+    """
+
+    heard: "asyncio.Queue[session_pb2.SessionRequest]" = field(default_factory=asyncio.Queue)
+    state: session_pb2.GetStateResponse | None = field(default_factory=session_pb2.GetStateResponse)
+    explanations: dict[str, session_pb2.ExplainResponse] = field(default_factory=dict)
+    num_states: int = 0
+
+    async def Session(self, requests, context):
+        await context.read()
+        self._context = context
+        model = session_pb2.ModelInfo(model="fake", context_length=CONTEXT_LENGTH, vocabulary_size=VOCABULARY_SIZE)
+        welcome = session_pb2.Welcome(
+            scheduler_epoch=1, lease_ms=1000, model=model, limits=session_pb2.Limits(max_num_seqs=8)
+        )
+        await context.write(session_pb2.SessionResponse(welcome=welcome))
+        await context.write(session_pb2.SessionResponse(load=session_pb2.Load(serving=True)))
+        while (message := await context.read()) is not grpc.aio.EOF:
+            self.heard.put_nowait(message)
+
+    async def GetState(self, request, context):
+        self.num_states += 1
+        if self.state is None:
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, "NOT_READY", "no worker is ready yet")
+        return self.state
+
+    async def Explain(self, request, context):
+        if request.request_id not in self.explanations:
+            raise Refusal(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", "not live")
+        return self.explanations[request.request_id]
+
+    async def submitted(self) -> session_pb2.Submit:
+        return (await self.heard.get()).submit
+
+    async def tell(self, tokens: dict[int, bytes] | None = None, *ends: session_pb2.Finished, first: int = 0) -> None:
+        """Tells of a step: new tokens by sequence index, all from output index `first` on, and ends."""
+        tokens = tokens or {}
+        outputs = session_pb2.StepOutputs(
+            handles=pack([1] * len(tokens)),
+            sequence_indexes=pack(tokens),
+            first_indexes=pack([first] * len(tokens)),
+            counts=pack(map(len, tokens.values())),
+            token_ids=pack(list(b"".join(tokens.values()))),
+            finished=ends,
+        )
+        await self._context.write(session_pb2.SessionResponse(step_outputs=outputs))
+
+    async def reject(self, code: grpc.StatusCode, message: str) -> None:
+        rejected = session_pb2.Rejected(handle=1, code=code.value[0], message=message)
+        await self._context.write(session_pb2.SessionResponse(rejected=rejected))
+
+
+@dataclass
+class RouterAlone:
+    """A real router that serves, and the scripted scheduler behind it."""
+
+    scheduler: FakeScheduler
+    scheduler_server: Server
+    generation: GenerationServiceStub
+    introspection: IntrospectionServiceStub
+    stop: asyncio.Event
+
+
+@contextlib.asynccontextmanager
+async def router_alone(**options: object) -> AsyncIterator[RouterAlone]:
+    """A router that has been welcomed. It drains for a minute at most, which no test waits for."""
+    scheduler = FakeScheduler()
+    name = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
+    with tempfile.TemporaryDirectory(prefix="pw") as directory:
+        tokenizer = Tokenizer(write_tokenizer(Path(directory) / "model"))
+        addresses = {"listen": f"unix:{directory}/r", "scheduler": f"unix:{directory}/s"}
+        settings = RouterSettings(model=directory, drain_grace_s=60.0, **(addresses | options))
+        server = Server([Service(name, add_SessionServiceServicer_to_server, scheduler)])
+        await server.start(addresses["scheduler"])
+        try:
+            async with (
+                dial((addresses | options)["listen"]) as channel,
+                running(lambda stop: router_main.serve(settings, tokenizer, stop)) as stop,
+            ):
+                await wait_for_serving(channel)
+                generation, introspection = GenerationServiceStub(channel), IntrospectionServiceStub(channel)
+                yield RouterAlone(scheduler, server, generation, introspection, stop)
+        finally:
+            await server.stop(0)

@@ -1,0 +1,130 @@
+"""What a request may say: each mistake is named with its remedy, all at once; the rest is resolved for the wire."""
+
+import pytest
+from fakes import EOS
+
+from protos import session_pb2
+from protos.errors import Refusal
+from protos.pagewire.v1 import generation_pb2 as pb
+from router.check import CheckedRequest, ServedModel, check_before_tokenizing, resolve
+from router.tokenizer import GenerationDefaults
+
+# The model's own generation_config asks for sampling with filters.
+DEFAULTS = GenerationDefaults(eos_token_ids=(EOS,), temperature=0.7, top_p=0.9, top_k=40, min_p=0.1)
+MODEL = ServedModel("fake", context_length=200, vocabulary_size=260, max_n=8, defaults=DEFAULTS)
+
+
+def wanted(stop=None, priority=0, cache_salt="", **sampling) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        text="x", sampling=pb.SamplingParams(**sampling), stop=stop, priority=priority, cache_salt=cache_salt
+    )
+
+
+def violations_of(request: pb.GenerateRequest) -> list[tuple[str, str]]:
+    with pytest.raises(Refusal) as info:
+        check_before_tokenizing(request, MODEL, max_token_bytes=1)
+    assert info.value.reason == "INVALID_REQUEST"
+    return [(violation.field, violation.description) for violation in info.value.violations]
+
+
+def checked(request: pb.GenerateRequest, model: ServedModel = MODEL) -> CheckedRequest:
+    check_before_tokenizing(request, model, max_token_bytes=1)
+    return resolve(request, "r", [1, 2, 3], "", model)
+
+
+STOP_STRINGS = pb.StopConditions(strings=["END"])
+BAD = [
+    ({"best_of": 0}, "sampling.best_of", "is 0; must be in 1 (n) .. 8"),
+    ({"best_of": 9}, "sampling.best_of", "is 9; must be in 1 (n) .. 8"),
+    ({"best_of": 2, "n": 3}, "sampling.best_of", "is 2; must be in 3 (n) .. 8"),
+    ({"best_of": 2, "beam_width": 2}, "sampling.best_of", "leave it unset, and set n"),
+    ({"beam_width": -1}, "sampling.beam_width", "is -1; must be in 0 (no beam search) .. 8"),
+    ({"beam_width": 9}, "sampling.beam_width", "is 9; must be in 0 (no beam search) .. 8"),
+    ({"beam_width": 2, "n": 3}, "sampling.n", "is 3; must be at most beam_width (2)"),
+    ({"beam_width": 2, "temperature": 0.5}, "sampling.temperature", "is 0.5; a beam search is greedy: leave it unset"),
+    (
+        {"beam_width": 2, "top_p": 0.5},
+        "sampling.top_p",
+        "is 0.5; a beam search filters no tokens: leave it unset, or 1",
+    ),
+    ({"beam_width": 2, "top_k": 5}, "sampling.top_k", "leave it unset, or 0"),
+    ({"beam_width": 2, "min_p": 0.5}, "sampling.min_p", "leave it unset, or 0"),
+    ({"beam_width": 2, "stop": STOP_STRINGS}, "stop.strings", "use stop.token_ids"),
+    ({"beam_width": 2, "length_penalty": 10.5}, "sampling.length_penalty", "is 10.5; must be in [-10, 10]"),
+    ({"beam_width": 2, "length_penalty": float("nan")}, "sampling.length_penalty", "is nan; must be in [-10, 10]"),
+    ({"length_penalty": 2}, "sampling.length_penalty", "is 2; applies to a beam search only: leave it unset, or set"),
+    ({"early_stopping": pb.EARLY_STOPPING_TRUE}, "sampling.early_stopping", "applies to a beam search only"),
+    ({"early_stopping": 9}, "sampling.early_stopping", "is 9; must be a value of EarlyStopping"),
+    ({"beam_width": 2, "early_stopping": 9}, "sampling.early_stopping", "is 9; must be a value of EarlyStopping"),
+    ({"priority": 11}, "priority", "is 11; must be in -10 .. 10"),
+    ({"priority": -11}, "priority", "is -11; must be in -10 .. 10"),
+    ({"cache_salt": "é"}, "cache_salt", "printable ASCII"),
+    ({"cache_salt": "a\n"}, "cache_salt", "printable ASCII"),
+    ({"cache_salt": "s" * 129}, "cache_salt", "at most 128 bytes"),
+]
+
+
+@pytest.mark.parametrize(("options", "field", "words"), BAD)
+def test_a_mistake_is_the_one_violation_and_says_what_would_be_right(options, field, words):
+    ((named, description),) = violations_of(wanted(**options))
+    assert named == field
+    assert words in description
+
+
+def test_everything_that_does_not_go_with_a_beam_search_is_named_at_once():
+    request = wanted(STOP_STRINGS, beam_width=2, n=3, best_of=4, temperature=1, top_p=0.5, priority=99)
+    assert [field for field, _ in violations_of(request)] == [
+        "sampling.n",
+        "sampling.best_of",
+        "sampling.temperature",
+        "sampling.top_p",
+        "stop.strings",
+        "priority",
+    ]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"beam_width": 2, "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "n": 2},
+        {"beam_width": 8, "n": 8, "length_penalty": -10, "early_stopping": pb.EARLY_STOPPING_NEVER},
+        {"beam_width": 0, "length_penalty": 1, "early_stopping": pb.EARLY_STOPPING_FALSE},
+        {"best_of": 8, "n": 8},
+        {"best_of": 3, "temperature": 0},
+    ],
+)
+def test_what_has_no_effect_or_is_at_the_edge_is_taken(sampling):
+    checked(wanted(**sampling))
+
+
+def test_best_of_asks_the_scheduler_for_more_sequences_than_are_answered():
+    assert (checked(wanted()).n, checked(wanted()).num_sequences) == (1, 1)
+    assert (checked(wanted(n=3)).n, checked(wanted(n=3)).num_sequences) == (3, 3)
+    request = checked(wanted(n=2, best_of=5))
+    assert (request.n, request.num_sequences, request.beam_search) == (2, 5, None)
+
+
+def test_a_beam_search_is_greedy_whatever_the_models_own_config_says():
+    sampling = checked(wanted(beam_width=2)).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 1, 0, 0)
+    sampling = checked(wanted()).sampling
+    assert (sampling.temperature, sampling.top_k) == (pytest.approx(0.7), 40)
+
+
+def test_a_beam_searchs_defaults_are_a_length_penalty_of_one_and_early_stopping_false():
+    request = checked(wanted(beam_width=3, n=2))
+    assert (request.n, request.num_sequences) == (2, 2)
+    search = session_pb2.BeamSearch(width=3, length_penalty=1, early_stopping=session_pb2.EARLY_STOPPING_FALSE)
+    assert request.beam_search == search
+
+
+@pytest.mark.parametrize("name", ["TRUE", "FALSE", "NEVER"])
+def test_what_a_beam_search_is_told_reaches_the_scheduler(name):
+    request = checked(wanted(beam_width=1, length_penalty=0, early_stopping=f"EARLY_STOPPING_{name}"))
+    early_stopping = session_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{name}")
+    assert request.beam_search == session_pb2.BeamSearch(width=1, length_penalty=0, early_stopping=early_stopping)
+
+
+def test_priority_and_salt_are_handed_on():
+    request = checked(wanted(priority=-10, cache_salt="tenant 7"))
+    assert (request.priority, request.cache_salt) == (-10, "tenant 7")
