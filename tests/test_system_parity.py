@@ -79,13 +79,30 @@ async def test_thirty_two_at_once_equal_hugging_face_whatever_the_chunk_size(mod
         assert tokens_of(answers) == (expected * 2)[:32]
 
 
-async def test_so_few_blocks_that_groups_are_preempted_change_no_token(model_dir, expected):
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+async def test_so_few_blocks_that_groups_are_preempted_change_no_token(model_dir, expected, mode):
     worker = ("--dtype", "float32", "--num-blocks", "24")
-    async with deployment(model_dir, worker=worker) as running:
+    async with deployment(model_dir, worker=worker, scheduler=("--preemption-mode", mode)) as running:
         answers = await running.complete((requests() * 2)[:32])
         assert tokens_of(answers) == (expected * 2)[:32]
-        assert (await running.idle()).num_preemptions > 0
-        assert sum(answer.timings.preemptions for answer in answers) > 0
+        state = await running.idle()
+        assert state.num_preemptions > 0
+        assert state.num_swap_outs == state.num_swap_ins == (state.num_preemptions if mode == "swap" else 0)
+        assert sum(answer.timings.preemptions for answer in answers) == state.num_preemptions
+
+
+async def test_beams_through_the_whole_service_are_hugging_faces(model_dir, float32):
+    async with deployment(model_dir, worker=("--dtype", "float32")) as running:
+        searches = [greedy(prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
+        for search in searches:
+            search.sampling.beam_width = search.sampling.n = 3
+        answers = await running.complete(searches)
+    for prompt, answer in zip(PROMPTS, answers, strict=False):
+        inputs = float32.tokenizer(prompt, return_tensors="pt")
+        arguments = {"num_beams": 3, "num_return_sequences": 3, "do_sample": False, "eos_token_id": None}
+        with torch.inference_mode():
+            theirs = float32.model.generate(**inputs, max_new_tokens=NUM_TOKENS, **arguments)
+        assert [list(output.token_ids) for output in answer.outputs] == theirs[:, inputs.input_ids.shape[1] :].tolist()
 
 
 async def test_a_prefix_found_in_the_cache_changes_no_token(model_dir, expected):
