@@ -74,6 +74,7 @@ Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option(help="Sample from the most probable tokens that reach this probability.")]
 TopK = Annotated[int | None, typer.Option(help="Sample from this many most probable tokens.")]
 MinP = Annotated[float | None, typer.Option(help="Drop tokens less probable than this share of the best one's.")]
+TypicalP = Annotated[float | None, typer.Option(help="Sample from the tokens of the most typical information content.")]
 Seed = Annotated[int | None, typer.Option(help="Same request, same seed, same answer.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End an answer at this text; may be repeated.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds for the whole request.")]
@@ -191,6 +192,11 @@ def generate(
     top_p: TopP = None,
     top_k: TopK = None,
     min_p: MinP = None,
+    typical_p: TypicalP = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Over 1 against tokens seen before.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Over 0 against tokens in the answer.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each time a token is there.")] = None,
+    logit_bias: Annotated[list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit.")] = None,
     seed: Seed = None,
     n: Annotated[int | None, typer.Option("--n", "-n", help="Answers to the prompt.")] = None,
     best_of: Annotated[int | None, typer.Option(help="Sample this many and show the n most probable.")] = None,
@@ -203,9 +209,12 @@ def generate(
     cache_salt: Annotated[str | None, typer.Option(help="Share cached prefixes among requests of it only.")] = None,
     request_id: Annotated[str | None, typer.Option(help="Names the request in logs, and for `explain`.")] = None,
     timeout: Timeout = None,
+    logprobs: Annotated[int | None, typer.Option(help="Show each token's and so many most probable ones'.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object with everything.")] = False,
 ) -> None:
     """Continue a text; it is written as it is made."""
+    from pagewire import logprobs as table
     from pagewire import terminal
     from pagewire.client import Client
     from pagewire.request import Options
@@ -216,6 +225,11 @@ def generate(
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
+        typical_p=typical_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=_biases(logit_bias),
         seed=seed,
         n=n,
         best_of=best_of,
@@ -227,6 +241,8 @@ def generate(
         priority=priority,
         cache_salt=cache_salt,
         request_id=request_id,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         token_ids=json,
     )
     with Client(target) as client:
@@ -235,8 +251,17 @@ def generate(
             return
         several = n is not None and n > 1
         completion = terminal.show(client.stream(prompt, timeout=timeout, **options), headings=several)
+        for line in table.lines(completion, lambda id_: client.detokenize([id_], skip_special_tokens=False)):
+            typer.echo(line)
     streamed = not beam_width and (best_of or 1) <= (n or 1)
     _console(stderr=True).print(terminal.summary(completion, streamed=streamed), style="dim")
+
+
+def _biases(words: list[str] | None) -> dict[int, float] | None:
+    try:
+        return {int(id_): float(bias) for id_, bias in (word.split("=") for word in words or ())} or None
+    except ValueError as error:
+        raise typer.BadParameter("must be ID=BIAS, as 17=-100", param_hint="--logit-bias") from error
 
 
 @app.command()

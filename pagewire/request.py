@@ -40,10 +40,10 @@ class Options(TypedDict, total=False):
     top_k: int | None
     min_p: float | None
     typical_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    logit_bias: Mapping[int, float] | None
+    repetition_penalty: float | None  # over 1 against what prompt and output say already
+    presence_penalty: float | None  # over 0 against what the output says already
+    frequency_penalty: float | None  # the same, the more the more often it says it
+    logit_bias: Mapping[int, float] | None  # added to the logits of these token ids
     seed: int | None
     n: int | None  # sequences that are answered
     best_of: int | None  # sequences sampled, of which the n most probable are answered
@@ -58,8 +58,8 @@ class Options(TypedDict, total=False):
     ignore_eos: bool | None
     include_stop_string: bool | None
     # What the answer carries beside text.
-    logprobs: int | None
-    prompt_logprobs: int | None
+    logprobs: int | None  # of each token and of so many most probable ones
+    prompt_logprobs: int | None  # the same for the prompt
     token_ids: bool | None
     echo: bool | None
     # Its form; at most one of these.

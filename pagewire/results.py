@@ -1,7 +1,9 @@
 """What the clients give back, as plain values, and how they are made of the public API's messages."""
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from protos.pagewire.v1 import generation_pb2 as pb
 
@@ -20,6 +22,29 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One of the most probable tokens at a place."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log-probability under the model's own distribution, before all that sampling makes of it.
+
+    Attributes:
+        rank: 1 for the most probable token at its place.
+        top: as many of the most probable ones as were asked for, best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one sequence has said since its last delta.
 
@@ -30,6 +55,7 @@ class Delta:
         finish_reason: None while the sequence goes on.
         stop_match: the stop string or the token id that ended the sequence.
         cumulative_logprob: sum of the log-probabilities of the sequence's tokens; set with `finish_reason`.
+        logprobs: of each token; empty unless asked for with `logprobs=N`.
     """
 
     index: int
@@ -38,6 +64,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
     cumulative_logprob: float | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +104,14 @@ class Completion:
         outputs: one per sequence, by index.
         usage: None until the answer is whole.
         timings: None until the answer is whole.
+        prompt_logprobs: of each token of the prompt but the first; empty unless asked for with `prompt_logprobs=N`.
     """
 
     request_id: str
     outputs: tuple[Output, ...]
     usage: Usage | None
     timings: Timings | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def text(self) -> str:
@@ -118,6 +147,7 @@ class Transcript:
         self._sequences: dict[int, _Sequence] = {}
         self._usage: Usage | None = None
         self._timings: Timings | None = None
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def add(self, response: pb.GenerateResponse) -> list[Delta]:
         """Takes the next message; gives its deltas."""
@@ -125,6 +155,7 @@ class Transcript:
         deltas = [_delta(output) for output in response.outputs]
         for delta in deltas:
             self._sequences.setdefault(delta.index, _Sequence()).add(delta)
+        self._prompt_logprobs += _logprobs(response.prompt_logprobs)
         if response.HasField("usage"):
             self._usage = _usage(response.usage)
         if response.HasField("timings"):
@@ -134,7 +165,7 @@ class Transcript:
     def completion(self) -> Completion:
         """The answer so far."""
         outputs = tuple(sequence.output(index) for index, sequence in sorted(self._sequences.items()))
-        return Completion(self._request_id, outputs, self._usage, self._timings)
+        return Completion(self._request_id, outputs, self._usage, self._timings, self._prompt_logprobs)
 
 
 @dataclass(slots=True)
@@ -143,23 +174,26 @@ class _Sequence:
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
         self.last = delta
 
     def output(self, index: int) -> Output:
         end = self.last or Delta(index, "")
-        text, ids = "".join(self.texts), tuple(self.token_ids)
-        return Output(index, text, ids, end.finish_reason, end.stop_match, end.cumulative_logprob)
+        text, ids, logprobs = "".join(self.texts), tuple(self.token_ids), tuple(self.logprobs)
+        return Output(index, text, ids, end.finish_reason, end.stop_match, end.cumulative_logprob, logprobs)
 
 
 def completion(response: pb.CompleteResponse) -> Completion:
     """The answer of Complete."""
-    outputs = tuple(Output(*_parts(output)) for output in response.outputs)
-    return Completion(response.request_id, outputs, _usage(response.usage), _timings(response.timings))
+    outputs = tuple(Output(**_fields(output)) for output in response.outputs)
+    usage, timings = _usage(response.usage), _timings(response.timings)
+    return Completion(response.request_id, outputs, usage, timings, _logprobs(response.prompt_logprobs))
 
 
 def model(response: pb.GetModelResponse) -> Model:
@@ -177,18 +211,31 @@ _FINISH_REASONS = {
 
 
 def _delta(output: pb.Output) -> Delta:
-    return Delta(*_parts(output))
+    return Delta(**_fields(output))
 
 
-def _parts(output: pb.Output) -> tuple[int, str, tuple[int, ...], FinishReason | None, str | int | None, float | None]:
+def _fields(output: pb.Output) -> dict[str, Any]:
     match = output.stop_match.WhichOneof("match")
-    return (
-        output.index,
-        output.text,
-        tuple(output.token_ids),
-        _FINISH_REASONS.get(output.finish_reason),
-        getattr(output.stop_match, match) if match else None,
-        output.cumulative_logprob if output.HasField("cumulative_logprob") else None,
+    return {
+        "index": output.index,
+        "text": output.text,
+        "token_ids": tuple(output.token_ids),
+        "finish_reason": _FINISH_REASONS.get(output.finish_reason),
+        "stop_match": getattr(output.stop_match, match) if match else None,
+        "cumulative_logprob": output.cumulative_logprob if output.HasField("cumulative_logprob") else None,
+        "logprobs": _logprobs(output.logprobs),
+    }
+
+
+def _logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            token.token_id,
+            token.logprob,
+            token.rank,
+            tuple(TokenLogprob(top.token_id, top.logprob) for top in token.top),
+        )
+        for token in messages
     )
 
 

@@ -23,7 +23,7 @@ from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to
 PUBLIC_MESSAGE_BYTES = 16 << 20
 INTERNAL_MESSAGE_BYTES = 64 << 20
 # Of SessionService; router and scheduler of different ones do not talk.
-SESSION_PROTOCOL_VERSION = 2
+SESSION_PROTOCOL_VERSION = 3
 # A health service name that is SERVING while the process lives, also while it loads and drains.
 LIVENESS = "liveness"
 

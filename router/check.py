@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import grpc
 
 from protos import session_pb2
+from protos.columns import pack, pack_floats
 from protos.errors import Refusal, Violation, invalid_argument, unsupported
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.sampling_pb2 import Sampling
@@ -19,6 +20,10 @@ MAX_PRIORITY = 10
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIASES = 1024
+MAX_LOGPROBS = 20
+# Of a prompt's tokens and those beside them: 12 MB of the one message that they come in.
+MAX_PROMPT_LOGPROBS = 1_000_000
 
 _EARLY_STOPPING = {
     pb.EARLY_STOPPING_UNSPECIFIED: session_pb2.EARLY_STOPPING_FALSE,
@@ -92,6 +97,7 @@ def check_before_tokenizing(request: pb.GenerateRequest, model: ServedModel, max
     _check_prompt(request, model, max_token_bytes, found)
     _check_sampling(request.sampling, model, found)
     _check_search(request, found)
+    _check_output(request.output, model, found)
     _check_stop(request.stop, model, found)
     in_range = -MAX_PRIORITY <= request.priority <= MAX_PRIORITY
     found.require("priority", in_range, f"is {request.priority}; must be in -{MAX_PRIORITY} .. {MAX_PRIORITY}")
@@ -129,6 +135,10 @@ def resolve(
             f"must be at most {room}: the prompt's {num_prompt_tokens} tokens and the output share a context of "
             f"{model.context_length}",
         )
+    output = request.output
+    num_logprobs = num_prompt_tokens * (1 + output.prompt_logprobs) if output.HasField("prompt_logprobs") else 0
+    too_many = f"asks for {num_logprobs} with {num_prompt_tokens} tokens; at most {MAX_PROMPT_LOGPROBS} are told"
+    found.require("output.prompt_logprobs", num_logprobs <= MAX_PROMPT_LOGPROBS, too_many)
     if found.violations:
         raise invalid_argument(found.violations)
     eos = () if stop.ignore_eos else model.defaults.eos_token_ids
@@ -248,6 +258,8 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: _Vio
         if sampling.HasField(name):
             value = getattr(sampling, name)
             found.require(f"sampling.{name}", holds(value), f"is {value:.6g}; {description}")
+    num_biases = len(sampling.logit_bias)
+    found.require("sampling.logit_bias", num_biases <= MAX_LOGIT_BIASES, f"must be at most {MAX_LOGIT_BIASES}")
     for token_id, bias in sampling.logit_bias.items():
         found.require(f"sampling.logit_bias[{token_id}]", -100 <= bias <= 100, "must be in [-100, 100]")
     found.violations += check_token_ids("sampling.logit_bias", sorted(sampling.logit_bias), model.vocabulary_size)
@@ -275,10 +287,22 @@ def _check_search(request: pb.GenerateRequest, found: _Violations) -> None:
     unset = not sampling.HasField("best_of")
     found.require("sampling.best_of", unset, "can not be combined with beam_width: leave it unset, and set n")
     require_unless_set("temperature", 0, "a beam search is greedy: leave it unset, or 0")
-    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("typical_p", 1)):
         require_unless_set(name, neutral, f"a beam search filters no tokens: leave it unset, or {neutral}")
+    for name, neutral in (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0)):
+        remedy = f"can not be combined with beam_width: leave it unset, or {neutral}"
+        require_unless_set(name, neutral, remedy)
+    no_logprobs = not request.output.HasField("logprobs")
+    found.require("output.logprobs", no_logprobs, "can not be combined with sampling.beam_width: leave it unset")
     no_strings = not request.stop.strings
     found.require("stop.strings", no_strings, "can not be combined with sampling.beam_width: use stop.token_ids")
+
+
+def _check_output(output: pb.OutputOptions, model: ServedModel, found: _Violations) -> None:
+    most = min(MAX_LOGPROBS, model.vocabulary_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(output, name)
+        found.require(f"output.{name}", 0 <= value <= most, f"is {value}; must be in 0 .. {most}")
 
 
 def _check_stop(stop: pb.StopConditions, model: ServedModel, found: _Violations) -> None:
@@ -300,33 +324,15 @@ def _check_stop(stop: pb.StopConditions, model: ServedModel, found: _Violations)
 
 def _unsupported_fields(request: pb.GenerateRequest) -> list[str]:
     """Fields set to anything but what leaves them without effect."""
-    sampling, output = request.sampling, request.output
-    neutral: dict[str, float] = {
-        "typical_p": 1,
-        "repetition_penalty": 1,
-        "presence_penalty": 0,
-        "frequency_penalty": 0,
-    }
-    fields = [
-        f"sampling.{name}"
-        for name, value in neutral.items()
-        if sampling.HasField(name) and getattr(sampling, name) != value
-    ]
-    others = {
-        "sampling.logit_bias": bool(sampling.logit_bias),
-        "output.logprobs": output.HasField("logprobs"),
-        "output.prompt_logprobs": output.HasField("prompt_logprobs"),
-        "structure": request.HasField("structure"),
-        "adapter": bool(request.adapter),
-    }
-    return fields + [field for field, is_set in others.items() if is_set]
+    fields = {"structure": request.HasField("structure"), "adapter": bool(request.adapter)}
+    return [field for field, is_set in fields.items() if is_set]
 
 
 def _sampling(
     request: pb.GenerateRequest, model: ServedModel, num_prompt_tokens: int, stop_token_ids: Sequence[int]
 ) -> Sampling:
-    params = request.sampling
-    # Neither the model's own temperature nor its filters apply to a beam search.
+    params, output = request.sampling, request.output
+    # Neither the model's own temperature, nor its filters and penalty apply to a beam search.
     defaults = GenerationDefaults(eos_token_ids=(), temperature=0.0) if params.beam_width else model.defaults
 
     def first_set(name: str, fallback: float) -> float:
@@ -344,6 +350,14 @@ def _sampling(
         stop_token_ids=stop_token_ids,
         min_tokens=request.stop.min_tokens,
         num_prompt_tokens=num_prompt_tokens,
+        typical_p=first_set("typical_p", 1.0),
+        repetition_penalty=first_set("repetition_penalty", 1.0),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        bias_token_ids=pack(params.logit_bias),
+        biases=pack_floats(params.logit_bias.values()),
+        num_top_logprobs=output.logprobs if output.HasField("logprobs") else None,
+        num_prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
     )
 
 

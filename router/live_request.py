@@ -12,9 +12,11 @@ import grpc
 
 from protos import session_pb2
 from protos.errors import Refusal
+from protos.logprobs import Logprobs
 from protos.pagewire.v1 import generation_pb2 as pb
 from router.check import CheckedRequest
 from router.detokenizer import Detokenizer, Match, StopStrings
+from router.logprobs import of_prompt, token_logprobs
 from router.tokenizer import Tokenizer
 
 _FINISH_REASON = {
@@ -57,8 +59,10 @@ class OutputStream:
         """Whether there is something that the client has not got."""
         return self._has_delta
 
-    def push(self, token_ids: Sequence[int], end: session_pb2.Finished | None) -> None:
-        """Takes tokens in order; with `end` they are the last ones."""
+    def push(
+        self, token_ids: Sequence[int], end: session_pb2.Finished | None, logprobs: Logprobs | None = None
+    ) -> None:
+        """Takes tokens in order, with log-probabilities if the client wants them; with `end` they are the last ones."""
         self.num_received += len(token_ids)
         hidden = end is not None and end.HasField("stop_token_id") and not self._request.include_stop_string
         for place, token_id in enumerate(token_ids):
@@ -67,6 +71,9 @@ class OutputStream:
             self.num_tokens += 1
             if self._request.with_token_ids:
                 self._delta.token_ids.append(token_id)
+                self._has_delta = True
+            if logprobs is not None:
+                self._delta.logprobs.append(token_logprobs(token_id, logprobs, place))
                 self._has_delta = True
             if hidden and place == len(token_ids) - 1:
                 break
@@ -139,6 +146,9 @@ class LiveRequest:
         self._clock = clock
         self._stats = session_pb2.RequestStats()
         self._refusal: Refusal | None = None
+        self._prompt_logprobs: Logprobs | None = None
+        # As the client gets them; None until they are written, empty once they are told.
+        self._prompt_messages: list[pb.TokenLogprobs] | None = None
         self._filled = asyncio.Event()
         if request.echo and not self._holds_back:
             self._filled.set()
@@ -158,8 +168,18 @@ class LiveRequest:
         """Time since arrival."""
         return (self._clock() - self._arrival) * 1e3
 
+    def push_prompt_logprobs(self, logprobs: Logprobs) -> None:
+        """Takes those of the prompt's tokens but the first, to go with the first delta; a second time is nothing."""
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = logprobs
+
     def push(
-        self, sequence_index: int, first_index: int, token_ids: Sequence[int], end: session_pb2.Finished | None
+        self,
+        sequence_index: int,
+        first_index: int,
+        token_ids: Sequence[int],
+        end: session_pb2.Finished | None,
+        logprobs: Logprobs | None = None,
     ) -> None:
         """Takes tokens of a sequence, the first of them its `first_index`-th; those already here are passed over."""
         stream = self.streams[sequence_index]
@@ -170,7 +190,10 @@ class LiveRequest:
         if token_ids and not self.ttft_ms:
             self.ttft_ms = self.total_ms
         was_stopped = stream.stopped
-        stream.push(token_ids[stream.num_received - first_index :], end)
+        num_known = stream.num_received - first_index
+        if logprobs is not None:
+            logprobs = logprobs.part(num_known)
+        stream.push(token_ids[num_known:], end, logprobs)
         if stream.stopped and not was_stopped and not stream.ended:
             self._on_stop(stream)
         if end is not None:
@@ -193,6 +216,8 @@ class LiveRequest:
         """
         while True:
             await self._filled.wait()
+            if self._prompt_logprobs is not None and self._prompt_messages is None:
+                self._prompt_messages = await of_prompt(self.request.prompt_token_ids, self._prompt_logprobs)
             self._filled.clear()
             outputs = self._take_outputs()
             if self._refusal is not None:
@@ -201,6 +226,9 @@ class LiveRequest:
                     raise self._refusal
             if outputs:
                 response = pb.GenerateResponse(request_id=self.request.request_id, outputs=outputs)
+                if self._prompt_messages:
+                    response.prompt_logprobs.extend(self._prompt_messages)
+                    self._prompt_messages = []
                 if self.finished:
                     self._conclude(response)
                 return response, self.finished

@@ -13,6 +13,7 @@ from protos import rpc
 from protos import session_pb2 as pb
 from protos.columns import pack, unpack
 from protos.errors import Refusal, code_from_number, unavailable
+from protos.logprobs import LogprobReader, Logprobs
 from protos.session_pb2_grpc import SessionServiceStub
 from router.live_request import LiveRequest, OutputStream
 
@@ -198,18 +199,29 @@ class SchedulerLink:
     def _on_step_outputs(self, outputs: pb.StepOutputs) -> None:
         ends = {(end.handle, end.sequence_index): end for end in outputs.finished}
         token_ids = unpack(outputs.token_ids).tolist()
+        logprobs = _read_logprobs(outputs) if outputs.logprob_rows else {}
+        if outputs.prompt_handles:
+            self._on_prompt_logprobs(outputs)
         position = 0
         columns = (outputs.handles, outputs.sequence_indexes, outputs.first_indexes, outputs.counts)
-        for handle, index, first_index, count in zip(*map(unpack, columns), strict=True):
+        for place, (handle, index, first_index, count) in enumerate(zip(*map(unpack, columns), strict=True)):
             live = self._live.get(handle)
             if live is not None:
                 tokens = token_ids[position : position + count]
-                _push(live, index, first_index, tokens, ends.pop((handle, index), None))
+                _push(live, index, first_index, tokens, ends.pop((handle, index), None), logprobs.get(place))
             position += count
         for (handle, index), end in ends.items():
             live = self._live.get(handle)
             if live is not None:
                 _push(live, index, live.streams[index].num_received, [], end)
+
+    def _on_prompt_logprobs(self, outputs: pb.StepOutputs) -> None:
+        reader = LogprobReader(outputs.prompt_logprobs)
+        columns = (outputs.prompt_handles, outputs.prompt_counts, outputs.prompt_num_tops)
+        for handle, count, num_top in zip(*map(unpack, columns), strict=True):
+            logprobs = reader.take(count, num_top)
+            if handle in self._live:
+                self._live[handle].push_prompt_logprobs(logprobs)
 
     def _on_rejected(self, rejected: pb.Rejected) -> None:
         live = self._live.get(rejected.handle)
@@ -255,10 +267,24 @@ class SchedulerLink:
             live.fail(_lost(live, "the scheduler is gone"))
 
 
-def _push(live: LiveRequest, index: int, first_index: int, token_ids: list[int], end: pb.Finished | None) -> None:
+def _read_logprobs(outputs: pb.StepOutputs) -> dict[int, Logprobs]:
+    """Of the rows whose requests asked, by their places."""
+    reader, counts = LogprobReader(outputs.logprobs), unpack(outputs.counts)
+    rows = zip(unpack(outputs.logprob_rows), unpack(outputs.logprob_num_tops), strict=True)
+    return {place: reader.take(counts[place], num_top) for place, num_top in rows}
+
+
+def _push(
+    live: LiveRequest,
+    index: int,
+    first_index: int,
+    token_ids: list[int],
+    end: pb.Finished | None,
+    logprobs: Logprobs | None = None,
+) -> None:
     """Hands tokens to their request; a bug in one request's text ends that request alone."""
     try:
-        live.push(index, first_index, token_ids, end)
+        live.push(index, first_index, token_ids, end, logprobs)
     except Exception:
         log.exception("bug", extra={"request_id": live.request.request_id})
         live.fail(

@@ -43,15 +43,21 @@ class GenerationService:
         """Answers the same request whole."""
         async with _Admission(self, request, context) as live:
             outputs = [pb.Output(index=index) for index in range(live.request.n)]
+            prompt_logprobs: list[pb.TokenLogprobs] = []
             last = False
             while not last:
                 response, last = await live.take()
+                prompt_logprobs += response.prompt_logprobs
                 for delta in response.outputs:
                     text = outputs[delta.index].text + delta.text
                     outputs[delta.index].MergeFrom(delta)  # appends ids, but replaces text
                     outputs[delta.index].text = text
             return pb.CompleteResponse(
-                request_id=response.request_id, outputs=outputs, usage=response.usage, timings=response.timings
+                request_id=response.request_id,
+                outputs=outputs,
+                usage=response.usage,
+                timings=response.timings,
+                prompt_logprobs=prompt_logprobs,
             )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:

@@ -34,6 +34,8 @@ class GenerationDefaults:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 class Tokenizer:
@@ -120,7 +122,8 @@ def _generation_defaults(directory: Path) -> GenerationDefaults:
     generation = _read_json(directory / "generation_config.json")
     eos = generation.get("eos_token_id", _read_json(directory / "config.json").get("eos_token_id"))
     eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    named = {name: generation.get(name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+    named = {name: generation.get(name) for name in names}
     return GenerationDefaults(eos_token_ids, **named)
 
 

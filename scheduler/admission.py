@@ -1,11 +1,31 @@
-"""Admission: whether a waiting group can have its blocks, now or ever."""
+"""Admission: what may wait, and whether a waiting group can have its blocks, now or ever."""
 
 import enum
 from array import array
 from dataclasses import dataclass, field
 
+from scheduler.beam import BeamParams
 from scheduler.block_manager import BlockManager
+from scheduler.policy import MAX_PRIORITY, MIN_PRIORITY, Policy
 from scheduler.sequence import SequenceGroup
+from scheduler.waiting_queue import WaitingQueue
+
+
+class Reason(enum.Enum):
+    """What a group waits for."""
+
+    NO_WORKER = enum.auto()
+    NEXT_STEP = enum.auto()
+    QUEUE = enum.auto()
+    BLOCKS = enum.auto()
+    SEQUENCES = enum.auto()
+    TOKENS = enum.auto()
+    SWAPPED_GROUPS = enum.auto()
+    DELAY = enum.auto()
+
+
+class QueueFull(Exception):
+    """The waiting queue holds as much as it may; nothing was changed."""
 
 
 class Admission(enum.Enum):
@@ -36,6 +56,36 @@ class Blocked:
         if group is not self.group or blocks.num_free >= self.num_blocks:
             return False
         return not blocks.extends(self.prefix, self.token_ids, group.salt)
+
+
+def check_submission(
+    policy: Policy,
+    waiting: WaitingQueue,
+    num_prompt_tokens: int,
+    n: int,
+    max_tokens: int,
+    beam: BeamParams | None,
+    priority: int,
+) -> None:
+    """Refuses what can never run, and what there is no room to let wait.
+
+    Raises:
+        ValueError: no prompt, no tokens wanted, more sequences than can ever run together, or no such priority.
+        QueueFull: the queue is at a bound.
+    """
+    if not num_prompt_tokens or n < 1 or max_tokens < 1:
+        raise ValueError("a request needs a prompt, at least one sequence and at least one token")
+    if beam is not None and n > beam.width:
+        raise ValueError(f"n ({n}) is more than the {beam.width} hypotheses of the beam search")
+    name, num_seqs = ("n", n) if beam is None else ("beam_width", beam.width)
+    if num_seqs > policy.max_num_seqs:
+        raise ValueError(f"{name} ({num_seqs}) is more than the {policy.max_num_seqs} that run together")
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        raise ValueError(f"priority ({priority}) is not in {MIN_PRIORITY} .. {MAX_PRIORITY}")
+    if len(waiting) >= policy.max_waiting_requests:
+        raise QueueFull(f"{len(waiting)} requests are waiting already")
+    if waiting.num_tokens and waiting.num_tokens + num_prompt_tokens > policy.max_waiting_tokens:
+        raise QueueFull(f"requests with {waiting.num_tokens} prompt tokens are waiting already")
 
 
 def can_allocate(
@@ -80,7 +130,10 @@ def max_tokens_that_fit(num_prompt_tokens: int, num_seqs: int, blocks: BlockMana
 
 def why_never(group: SequenceGroup, blocks: BlockManager) -> str:
     """What `Admission.NEVER` means, for the client."""
+    output = max(len(sequence.output_token_ids) for sequence in group.live)
+    so_far = f", {output} tokens of output" if output else ""
     return (
-        f"{group.num_seqs} x (a prompt of {group.num_prompt_tokens} tokens and one more) need more than the "
-        f"{blocks.num_blocks} KV blocks of {blocks.block_size} tokens that there are"
+        f"{group.num_seqs} x (a prompt of {group.num_prompt_tokens} tokens{so_far} and one more) need "
+        f"{num_blocks_to_admit(group, blocks)} of the {blocks.num_blocks} KV blocks of {blocks.block_size} tokens that "
+        f"there are"
     )

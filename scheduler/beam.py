@@ -9,6 +9,7 @@ import enum
 import heapq
 import math
 from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -107,17 +108,11 @@ class BeamSearch:
             max_tokens: the length at which all end.
         """
         length = len(beams[0].output_token_ids) + 1
-        candidates = [
-            (beam.cumulative_logprob + logprob, parent, token_id, logprob)
-            for parent, beam in enumerate(beams)
-            for token_id, logprob in beam.candidates
-            if logprob > -math.inf
-        ]
-        # As many as hold `width` that go on, whatever stops among them. The sort is stable: ties go to the better beam.
-        candidates = heapq.nlargest(self.num_candidates * len(beams), candidates, key=lambda candidate: candidate[0])
         extensions: list[Extension] = []
         best = -math.inf
-        for place, (total, parent, token_id, logprob) in enumerate(candidates):
+        for place, (total, parent, token_id, logprob) in enumerate(_best_first(beams)):
+            if place >= self.width and len(extensions) == self.width:
+                break
             stops = token_id in self._stop_token_ids and length > self._min_tokens
             if stops or length >= max_tokens:
                 if place < self.width:  # one that stops further down would be a hypothesis by default, not by merit
@@ -132,8 +127,7 @@ class BeamSearch:
     def conclude(self, beams: Seq[Beam]) -> None:
         """Ends the search where it stands: what goes on counts as finished by its length."""
         for beam in beams:
-            if beam.output_token_ids:
-                self._add(beam.output_token_ids, beam.cumulative_logprob, None)
+            self._add(beam.output_token_ids, beam.cumulative_logprob, None)
         self.done = True
 
     def _add(self, token_ids: "array[int]", cumulative_logprob: float, stop_token_id: int | None) -> None:
@@ -158,3 +152,17 @@ class BeamSearch:
         if params.early_stopping is EarlyStopping.NEVER and params.length_penalty > 0:
             length = max_tokens
         return best / length**params.length_penalty > self.hypotheses[-1].score
+
+
+def _best_first(beams: Seq[Beam]) -> Iterator[tuple[float, int, int, float]]:
+    """The candidates of all beams, merged: cumulative log-probability, which beam, token, its own log-probability.
+
+    Among equals the better beam's goes first.
+    """
+
+    def of(parent: int, beam: Beam) -> Iterator[tuple[float, int, int, float]]:
+        for token_id, logprob in beam.candidates:
+            if logprob > -math.inf:
+                yield beam.cumulative_logprob + logprob, parent, token_id, logprob
+
+    return heapq.merge(*(of(*pair) for pair in enumerate(beams)), key=lambda candidate: -candidate[0])

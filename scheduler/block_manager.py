@@ -166,12 +166,14 @@ class BlockManager:
         self._free.extend(self._cache.clear())
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Gives `child`, which has no blocks, all those of `parent`."""
-        assert not child.block_table, "forked into a sequence with blocks"
-        for block in parent.block_table:
+        """Gives `child` all blocks of `parent`; its own go, where it has others."""
+        num_same = _num_same(parent.block_table, child.block_table)
+        for block in parent.block_table[num_same:]:
             self._hold(block)
-        child.block_table.extend(parent.block_table)
-        child.contents.extend(parent.contents)
+        for block in reversed(child.block_table[num_same:]):
+            self._let_go(block)
+        child.block_table[num_same:] = parent.block_table[num_same:]
+        child.contents = parent.contents[:]
         child.num_computed_tokens = parent.num_computed_tokens
 
     def free(self, sequence: Sequence) -> None:
@@ -229,6 +231,10 @@ class BlockManager:
         self._cache.check(free, set(held))
         for block, count in enumerate(self._ref_counts):
             assert count == held[block], f"block {block} has ref count {count} and is in {held[block]} tables"
+        contents = {
+            (block, number) for s in sequences for block, number in zip(s.block_table, s.contents, strict=False)
+        }
+        assert len(contents) == len({block for block, _ in contents}), "two tables differ on what a block holds"
         assert self.num_held == len(held)
         assert self.num_shared == sum(count > 1 for count in held.values())
         assert self.num_references == held.total()
@@ -277,3 +283,15 @@ class BlockManager:
         for block in reversed(sequence.block_table):  # the deepest is left first, so it is evicted first
             self._let_go(block)
         del sequence.block_table[:], sequence.contents[:]
+
+
+def _num_same(one: "array[int]", other: "array[int]") -> int:
+    """Length of the beginning that two tables share, found by halving: comparing slices costs next to nothing."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

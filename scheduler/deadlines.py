@@ -52,6 +52,16 @@ class Deadlines:
         heapq.heappush(self._heap, (time, group.number, group))
 
 
+def too_late(group: SequenceGroup, num_missing: int, rates: Rates, now: float) -> Dropped | None:
+    """A group that is about to come in, if computing `num_missing` tokens of its prompt takes beyond its deadline."""
+    rate = rates.prefill_tokens_per_s
+    if group.deadline is None or group.first_scheduled is not None or not rate:
+        return None
+    if now + num_missing / rate <= group.deadline:
+        return None
+    return Dropped(group, _why(group, group.num_prompt_tokens - num_missing, rates, now))
+
+
 def _latest_start(group: SequenceGroup, num_cached_tokens: int, rates: Rates) -> float:
     """When the group's prompt has to begin so that its first token comes by its deadline, at the measured rate."""
     assert group.deadline is not None

@@ -1,9 +1,11 @@
 """What a step's tokens do to their groups: append, fork, finish. Every decoding method is made of these three."""
 
+import math
 from collections.abc import Sequence as Seq
 
+from protos.logprobs import LogprobReader
 from scheduler.beam import Beam, Hypothesis
-from scheduler.plan import Finished, NewTokens, Plan, StepOutputs, StepResult
+from scheduler.plan import Finished, NewTokens, Plan, Row, StepOutputs, StepResult
 from scheduler.queues import Queues
 from scheduler.sequence import Sequence, SequenceGroup, Status
 
@@ -19,6 +21,9 @@ class Decoder:
         outputs = StepOutputs()
         place, first_candidate = 0, 0
         failed = set(result.failed)
+        tops, prompts = LogprobReader(result.top_logprobs), LogprobReader(result.prompt_logprobs)
+        for telling, start in plan.telling:
+            self._tell_of_prompt(plan.rows[telling], start, prompts, outputs)
         searches: dict[int, list[tuple[Sequence, list[tuple[int, float]]]]] = {}
         for row in plan.rows:
             group, sequence = row.group, row.sequence
@@ -28,7 +33,7 @@ class Decoder:
                 if not group.forked and sequence.num_computed_tokens == group.num_prompt_tokens:
                     self._fork_root(group)
             for sampled in row.samples:
-                if failed and place in failed:
+                if failed and place in failed and sampled.status is Status.RUNNING:
                     self._fail(group, outputs)
                 if group.beam is not None:
                     end = first_candidate + group.beam.num_candidates
@@ -38,7 +43,11 @@ class Decoder:
                         searches.setdefault(group.number, []).append((sampled, candidates))
                     first_candidate = end
                 elif sampled.status is Status.RUNNING:
+                    if sampled.logprobs is not None:
+                        sampled.logprobs.extend(tops.take(1, sampled.logprobs.num_top))
                     self._append(group, sampled, result.token_ids[place], result.logprobs[place], outputs)
+                elif sampled.logprobs is not None:
+                    tops.take(1, sampled.logprobs.num_top)
                 place += 1
         for number, beams in searches.items():
             if number in self._queues.groups:
@@ -79,6 +88,17 @@ class Decoder:
             self._queues.finish(group, sequence, Status.FINISHED_LENGTH_CAPPED)
             outputs.finished.append(Finished(group, sequence))
 
+    def _tell_of_prompt(self, row: Row, start: int, prompts: LogprobReader, outputs: StepOutputs) -> None:
+        group = row.group
+        assert group.prompt_logprobs is not None
+        told = prompts.take(row.prompt_logprobs_end - start, group.prompt_logprobs.num_top)
+        if row.sequence.status is not Status.RUNNING:
+            return
+        assert len(group.prompt_logprobs) == start, "the prompt's log-probabilities have a gap"
+        group.prompt_logprobs.extend(told)
+        if any(map(math.isnan, told.logprobs)):
+            self._fail(group, outputs)
+
     def _fail(self, group: SequenceGroup, outputs: StepOutputs) -> None:
         if group.live:
             outputs.failed.append(group)
@@ -100,18 +120,20 @@ class Decoder:
             self._end_search(group, outputs.new_tokens, outputs.finished)
             return
         parents = [beams[extension.parent][0] for extension in extensions]
-        for sequence in group.live:
-            if sequence not in parents:
-                blocks.free(sequence)
-        spare = iter(sorted(set(range(search.width)) - {parent.index for parent in parents}))
+        last_place = {parent.index: place for place, parent in enumerate(parents)}
+        pruned = [sequence for sequence in group.live if sequence.index not in last_place]
+        spare = iter(sorted(set(range(search.width)) - last_place.keys() - {sequence.index for sequence in pruned}))
         live = []
         for place, parent in enumerate(parents):
-            if parent in parents[place + 1 :]:  # the last continuation keeps the sequence
-                child = parent.fork(next(spare))
-                blocks.fork(parent, child)
-                live.append(child)
-            else:
+            if place == last_place[parent.index]:  # the last continuation keeps the sequence
                 live.append(parent)
+                continue
+            # A beam that goes under follows one that forks: most of their blocks are the same.
+            child = parent.fork(pruned.pop() if pruned else next(spare))
+            blocks.fork(parent, child)
+            live.append(child)
+        for sequence in pruned:
+            blocks.free(sequence)
         for sequence, extension in zip(live, extensions, strict=True):
             sequence.append(extension.token_id, extension.logprob)
         group.live = live

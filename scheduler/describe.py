@@ -1,7 +1,8 @@
 """The scheduler's state in the messages that show it."""
 
 from protos import session_pb2 as pb
-from scheduler.explain import Reason, explain
+from scheduler.admission import Reason
+from scheduler.explain import explain
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup, Status
@@ -13,6 +14,7 @@ _STATUS = {
 }
 _REASON = {
     None: pb.REASON_UNSPECIFIED,
+    Reason.NO_WORKER: pb.REASON_NO_WORKER,
     Reason.NEXT_STEP: pb.REASON_NEXT_STEP,
     Reason.QUEUE: pb.REASON_QUEUE,
     Reason.BLOCKS: pb.REASON_BLOCKS,
@@ -55,8 +57,8 @@ def describe(core: Scheduler, loop: SchedulerLoop) -> pb.GetStateResponse:
 
 def describe_request(core: Scheduler, group: SequenceGroup, serving: bool, now: float) -> pb.ExplainResponse:
     """Why a live request is where it is."""
-    explanation = explain(core, group, now)
-    response = pb.ExplainResponse(
+    explanation = explain(core, group, serving)
+    return pb.ExplainResponse(
         status=_STATUS[explanation.status],
         reason=_REASON[explanation.reason],
         message=explanation.message,
@@ -74,7 +76,3 @@ def describe_request(core: Scheduler, group: SequenceGroup, serving: bool, now: 
         max_num_seqs=core.policy.max_num_seqs,
         waited_ms=(now - group.arrival) * 1e3,
     )
-    if not serving and explanation.status is not Status.RUNNING:
-        response.reason = pb.REASON_NO_WORKER
-        response.message = "no worker is connected: it runs as soon as one is, if others do not go first"
-    return response

@@ -1,23 +1,10 @@
 """Why a live request is where it is, as data: asked by a person, so it may take a look at all queues."""
 
-import enum
 from dataclasses import dataclass
 
-from scheduler.admission import num_blocks_to_admit, num_blocks_to_swap_in
+from scheduler.admission import Reason, num_blocks_to_admit, num_blocks_to_swap_in
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup, Status
-
-
-class Reason(enum.Enum):
-    """What a group waits for."""
-
-    NEXT_STEP = enum.auto()
-    QUEUE = enum.auto()
-    BLOCKS = enum.auto()
-    SEQUENCES = enum.auto()
-    TOKENS = enum.auto()
-    SWAPPED_GROUPS = enum.auto()
-    DELAY = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +31,17 @@ class Explanation:
     num_output_tokens: int
 
 
-def explain(core: Scheduler, group: SequenceGroup, now: float) -> Explanation:
-    """Why `group`, which has not ended, is where it is at the time `now`."""
+def explain(core: Scheduler, group: SequenceGroup, serving: bool = True) -> Explanation:
+    """Why `group`, which has not ended, is where it is; `serving`: whether there is a worker for it."""
     queues, blocks = core.queues, core.blocks
     reason, message, position, num_blocks = None, "it runs", None, 0
     if group.status is Status.WAITING:
         position, num_blocks = queues.waiting.num_ahead(group), num_blocks_to_admit(group, blocks)
-        reason, message = _why_not_admitted(core, group, position, num_blocks, now)
     elif group.status is Status.SWAPPED:
         position, num_blocks = queues.swapped.index(group), num_blocks_to_swap_in(group, blocks)
-        reason, message = _why_not_swapped_in(core, group, position, num_blocks)
+    if position is not None:
+        reason = _why(core, group, position) if serving else Reason.NO_WORKER
+        message = _in_words(core, group, reason, position, num_blocks)
     return Explanation(
         status=group.status,
         reason=reason,
@@ -66,38 +54,36 @@ def explain(core: Scheduler, group: SequenceGroup, now: float) -> Explanation:
     )
 
 
-def _why_not_admitted(
-    core: Scheduler, group: SequenceGroup, position: int, num_blocks: int, now: float
-) -> tuple[Reason, str]:
-    if core.queues.swapped:
-        num_swapped = len(core.queues.swapped)
-        return Reason.SWAPPED_GROUPS, f"{num_swapped} requests that were swapped out come back before others come in"
+def _why(core: Scheduler, group: SequenceGroup, position: int) -> Reason:
+    """What the `position`-th of the waiting or the swapped groups waits for, as the last plan left it."""
+    if group.status is Status.WAITING and core.queues.swapped:
+        return Reason.SWAPPED_GROUPS
     if position:
-        return Reason.QUEUE, f"{position} requests go first"
-    if not core.prompts_are_due(now):
-        factor = core.policy.delay_factor
-        return Reason.DELAY, f"prompts gather for {factor:g} times as long as the last prefill step took"
-    return _what_lacks(core, group, num_blocks)
+        return Reason.QUEUE
+    if (reason := core.held_up(group)) is not None:
+        return reason
+    # It came, or became the first, since the last plan was made.
+    too_many = core.queues.num_running_seqs + group.num_seqs > core.policy.max_num_seqs
+    return Reason.SEQUENCES if too_many else Reason.NEXT_STEP
 
 
-def _why_not_swapped_in(core: Scheduler, group: SequenceGroup, position: int, num_blocks: int) -> tuple[Reason, str]:
-    if position:
-        return Reason.QUEUE, f"{position} requests come back first"
-    return _what_lacks(core, group, num_blocks)
-
-
-def _what_lacks(core: Scheduler, group: SequenceGroup, num_blocks: int) -> tuple[Reason, str]:
-    """What the first of a queue waits for."""
+def _in_words(core: Scheduler, group: SequenceGroup, reason: Reason, position: int, num_blocks: int) -> str:
     queues, policy, blocks = core.queues, core.policy, core.blocks
-    if queues.num_running_seqs + group.num_seqs > policy.max_num_seqs:
-        message = f"{queues.num_running_seqs} of {policy.max_num_seqs} sequences run, and it has {group.num_seqs}"
-        return Reason.SEQUENCES, message
-    reserved = core.num_reserved()
-    if num_blocks > blocks.num_free - reserved:
-        found = ", less those found in the prefix cache" if group.status is Status.WAITING else ""
-        message = f"it needs {num_blocks} blocks{found}; {blocks.num_free} are free, {reserved} kept for what runs"
-        return Reason.BLOCKS, message
-    if core.last_step_was_full:
-        message = f"what runs uses up the {policy.max_num_batched_tokens} tokens of each step"
-        return Reason.TOKENS, message
-    return Reason.NEXT_STEP, "nothing is in its way: the next step takes it"
+    match reason:
+        case Reason.SWAPPED_GROUPS:
+            return f"{len(queues.swapped)} requests that were swapped out come back before others come in"
+        case Reason.QUEUE:
+            return f"{position} requests go first"
+        case Reason.BLOCKS:
+            found = ", less those found in the prefix cache" if group.status is Status.WAITING else ""
+            kept = f"{blocks.num_free} are free, {core.num_reserved()} kept for what runs"
+            return f"it needs {num_blocks} blocks{found}; {kept}"
+        case Reason.SEQUENCES:
+            return f"{queues.num_running_seqs} of {policy.max_num_seqs} sequences run, and it has {group.num_seqs}"
+        case Reason.TOKENS:
+            return f"what runs uses up the {policy.max_num_batched_tokens} tokens of each step"
+        case Reason.DELAY:
+            return f"prompts gather for {policy.delay_factor:g} times as long as the last prefill step took"
+        case Reason.NO_WORKER:
+            return "no worker is connected: it runs as soon as one is, if others do not go first"
+    return "nothing is known to be in its way: the next step looks at it"

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from protos.columns import pack
+from protos.sampling_pb2 import LogprobColumns
 from protos.worker_pb2 import ExecuteModelRequest, NewRequest
 from scheduler.preemption import Preemption
 from scheduler.sequence import Sequence, SequenceGroup
@@ -28,6 +29,11 @@ class Row:
     start: int
     num_new_tokens: int
     samples: Seq[Sequence]
+
+    @property
+    def prompt_logprobs_end(self) -> int:
+        """The position before which its logits tell of a prompt token: behind the last one there is none."""
+        return min(self.start + self.num_new_tokens, self.group.num_prompt_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,7 @@ class Plan:
         preempted: groups that lost their blocks to older ones.
         new_groups: groups in the rows that the worker has not seen.
         forget: numbers of requests that the worker has seen and nobody needs.
+        telling: rows whose logits tell of their prompts' tokens: places in `rows`, and the position from which on.
     """
 
     step_id: int
@@ -87,8 +94,19 @@ class Plan:
     dropped: list[Dropped] = field(default_factory=list)
     preempted: list[Preemption] = field(default_factory=list)
     forget: list[int] = field(default_factory=list)
+    telling: list[tuple[int, int]] = field(default_factory=list)
     num_tokens: int = 0
     num_prefill_tokens: int = 0
+
+    def add(self, row: Row) -> None:
+        """Takes in a row; it tells of those of its prompt tokens that no row before it told of."""
+        told = row.group.prompt_logprobs
+        if told is not None and len(told) < row.prompt_logprobs_end:
+            self.telling.append((len(self.rows), max(row.start, len(told))))
+        self.rows.append(row)
+        self.num_tokens += row.num_new_tokens
+        if row.num_new_tokens > 1:
+            self.num_prefill_tokens += row.num_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +119,8 @@ class StepResult:
         candidate_logprobs: of the same.
         step_s: time that the worker took, its swapping aside.
         swap_s: time that it took for swapping.
+        top_logprobs: of the samples of groups with num_top_logprobs, in order.
+        prompt_logprobs: of the plan's telling rows, in order.
     """
 
     token_ids: Seq[int]
@@ -110,6 +130,8 @@ class StepResult:
     candidate_logprobs: Seq[float] = ()
     step_s: float = 0.0
     swap_s: float = 0.0
+    top_logprobs: LogprobColumns = field(default_factory=LogprobColumns)
+    prompt_logprobs: LogprobColumns = field(default_factory=LogprobColumns)
 
 
 @dataclass(slots=True)
@@ -132,7 +154,7 @@ def to_request(plan: Plan, epoch: int) -> ExecuteModelRequest:
     return ExecuteModelRequest(
         step_id=plan.step_id,
         epoch=epoch,
-        new_requests=[NewRequest(request_id=group.number, sampling=group.sampling) for group in plan.new_groups],
+        new_requests=[_new_request(group) for group in plan.new_groups],
         request_ids=pack(row.group.number for row in rows),
         sequence_indexes=pack(row.sequence.index for row in rows),
         num_computed_tokens=pack(row.start for row in rows),
@@ -148,7 +170,21 @@ def to_request(plan: Plan, epoch: int) -> ExecuteModelRequest:
         blocks_to_swap_in=_pairs(plan.blocks_to_swap_in),
         blocks_to_copy=_pairs(plan.blocks_to_copy),
         finished_request_ids=pack(plan.forget),
+        prompt_logprob_rows=pack(place for place, _ in plan.telling),
+        prompt_logprob_starts=pack(start for _, start in plan.telling),
     )
+
+
+def _new_request(group: SequenceGroup) -> NewRequest:
+    new = NewRequest(request_id=group.number, sampling=group.sampling)
+    if group.penalized or group.prompt_logprobs is not None:
+        new.prompt_token_ids = group.prompt_token_ids.tobytes()
+    if group.penalized:
+        begun = [sequence for sequence in group.live if sequence.output_token_ids]
+        new.output_sequence_indexes = pack(sequence.index for sequence in begun)
+        new.output_counts = pack(len(sequence.output_token_ids) for sequence in begun)
+        new.output_token_ids = b"".join(sequence.output_token_ids.tobytes() for sequence in begun)
+    return new
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> bytes:

@@ -25,8 +25,9 @@ class Policy:
     Attributes:
         max_num_batched_tokens: tokens of a step at most, prefill and decode together.
         max_num_seqs: running sequences at most.
-        max_waiting_requests: groups in the waiting queue at most.
-        max_waiting_tokens: prompt tokens of the groups in the waiting queue at most; one group may always wait.
+        max_waiting_requests: groups in the waiting queue beyond which no new one is taken. Preempted ones come back to
+            it in any case.
+        max_waiting_tokens: prompt tokens of those in the waiting queue, in the same way; one group may always wait.
         watermark: share of the blocks that admission leaves free, so that what runs can grow.
         prefix_caching: whether blocks are found again by the tokens in them.
         chunked_prefill: whether chunks of prompts join the decodes of a step (Sarathi-Serve, OSDI'24). Without it a

@@ -50,7 +50,11 @@ class PrefixCache:
         known = self.find(parent, tokens)
         if known is not None:
             return known[1]
-        assert block not in self._contents, "a block with content was written"
+        if block in self._contents:
+            # Named before, behind another block of the same tokens that has lost its content since.
+            content = self._contents[block]
+            assert content.key[1] == tokens, "a block with content was written"
+            return content.number
         self._num_contents += 1
         self._blocks[parent, tokens] = block
         self._contents[block] = _Content(self._num_contents, (parent, tokens))

@@ -144,3 +144,5 @@ class Queues:
                 self.num_running_seqs -= group.num_seqs
             case Status.SWAPPED:
                 del self.swapped[bisect_left(self.swapped, group.rank, key=_by_rank)]
+            case _:
+                raise AssertionError("a group that has ended is in no queue")

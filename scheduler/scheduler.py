@@ -16,7 +16,9 @@ from protos.sampling_pb2 import Sampling
 from scheduler.admission import (
     Admission,
     Blocked,
+    Reason,
     can_allocate,
+    check_submission,
     max_tokens_that_fit,
     num_blocks_to_admit,
     num_blocks_to_swap_in,
@@ -24,17 +26,13 @@ from scheduler.admission import (
 )
 from scheduler.beam import BeamParams, BeamSearch
 from scheduler.block_manager import BlockManager
-from scheduler.deadlines import Deadlines
+from scheduler.deadlines import Deadlines, too_late
 from scheduler.decoding import Decoder
 from scheduler.plan import Finished, Plan, Row, StepOutputs, StepResult
-from scheduler.policy import MAX_PRIORITY, MIN_PRIORITY, Policy, PreemptionMode
+from scheduler.policy import Policy, PreemptionMode
 from scheduler.preemption import Preemption, Rates, choose_mode
 from scheduler.queues import Queues
 from scheduler.sequence import Sequence, SequenceGroup, Status
-
-
-class QueueFull(Exception):
-    """The waiting queue holds as much as it may; nothing was changed."""
 
 
 class Scheduler:
@@ -45,7 +43,6 @@ class Scheduler:
         rates: what the worker's steps showed it can do.
         num_looked_up_tokens: prompt tokens looked up in the prefix cache, at first admission.
         num_found_tokens: those that were found.
-        last_step_was_full: whether the step planned last has no room for another token.
     """
 
     def __init__(self, policy: Policy, blocks: BlockManager) -> None:
@@ -62,8 +59,10 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._numbers = itertools.count(1)
         self._blocked: Blocked | None = None
-        self.last_step_was_full = False
-        # How long the last step with prompts took.
+        # The group that the last plan could not let in, or back in, and what it lacked.
+        self._held_up: tuple[SequenceGroup, Reason] | None = None
+        # Whether the last classic step was one of prompts; and how long the last step with prompts took.
+        self._prefilled_last = False
         self._prefill_step_s = 0.0
 
     @property
@@ -115,26 +114,19 @@ class Scheduler:
         """Puts a new group into the waiting queue.
 
         Raises:
-            ValueError: no prompt, no tokens wanted, more sequences than can ever run together, or no such priority.
+            ValueError: no prompt, no tokens wanted, more sequences than can ever run together, no such priority, or a
+                beam search with penalties or log-probabilities.
             QueueFull: the queue is at a bound.
         """
-        if not prompt_token_ids or n < 1 or max_tokens < 1:
-            raise ValueError("a request needs a prompt, at least one sequence and at least one token")
-        if beam is not None and n > beam.width:
-            raise ValueError(f"n ({n}) is more than the {beam.width} hypotheses of the beam search")
+        check_submission(self.policy, self.queues.waiting, len(prompt_token_ids), n, max_tokens, beam, priority)
         num_seqs = n if beam is None else beam.width
-        if num_seqs > self.policy.max_num_seqs:
-            name = "n" if beam is None else "beam_width"
-            raise ValueError(f"{name} ({num_seqs}) is more than the {self.policy.max_num_seqs} that run together")
-        if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
-            raise ValueError(f"priority ({priority}) is not in {MIN_PRIORITY} .. {MAX_PRIORITY}")
-        self._check_room(len(prompt_token_ids))
         number, stops = next(self._numbers), frozenset(stop_token_ids)
         group = SequenceGroup(
             number=number,
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             n=n,
+            wanted_max_tokens=max_tokens,
             max_tokens=min(max_tokens, max_tokens_that_fit(len(prompt_token_ids), num_seqs, self.blocks)),
             min_tokens=min_tokens,
             stop_token_ids=stops,
@@ -168,6 +160,7 @@ class Scheduler:
         """
         for sequence in group.live if group.beam is None else ():
             if sequence.index == sequence_index:
+                self._blocked = None  # it may need fewer blocks now
                 self.queues.finish(group, sequence, Status.FINISHED_STOPPED)
                 if num_tokens is not None:
                     sequence.cut(num_tokens)
@@ -179,6 +172,7 @@ class Scheduler:
 
         What the step in flight computes for it is lost.
         """
+        assert group.status is Status.RUNNING, f"a group that is {group.status.name} has no blocks to take"
         mode, reason = choose_mode(group, self.policy.preemption_mode, self.blocks, self.rates)
         self.num_preemptions += 1
         group.num_preemptions += 1
@@ -201,42 +195,46 @@ class Scheduler:
         for group in lost:
             group.num_failed_steps += 1
         self.queues.forget_worker()
+        self._blocked = None
         return lost
 
     def replace_pool(self, blocks: BlockManager) -> None:
         """Takes other pools, of a new worker, while nothing holds blocks; requests too long for them end earlier."""
         assert not self.queues.running + self.queues.swapped, "blocks are held"
+        self._blocked = None
         self.queues.blocks = blocks
         for group in self.queues.groups.values():
-            group.max_tokens = min(
-                group.max_tokens, max_tokens_that_fit(group.num_prompt_tokens, group.num_seqs, blocks)
-            )
+            most = max_tokens_that_fit(group.num_prompt_tokens, group.num_seqs, blocks)
+            group.max_tokens = min(group.wanted_max_tokens, most)
 
     def schedule(self, now: float) -> Plan:
         """Plans one step.
 
         What runs goes first, oldest first; then what was swapped out comes back; then new groups come in, as long as
-        there are tokens in the budget, sequences and blocks. Without chunked prefill prompts and decodes take turns.
+        there are tokens in the budget, sequences and blocks. Without chunked prefill, steps of prompts and steps of
+        decodes take turns while there are both.
         """
         self.num_steps += 1
         plan = Plan(self.num_steps)
         plan.dropped = self._deadlines.take_late(now, self.blocks, self.rates)
         for dropped in plan.dropped:
             self.abort(dropped.group)
+        self._held_up = None
         if self.policy.chunked_prefill:
             self._schedule_running(plan)
             self._swap_in(plan)
             self._admit(plan, now)
         else:
-            self._schedule_running(plan, prefilling=True)
-            self._admit(plan, now)
-            if not plan.rows:
-                self._schedule_running(plan, prefilling=False)
-                self._swap_in(plan)
+            for prefilling in (False, True) if self._prefilled_last else (True, False):
+                if not plan.rows:
+                    self._schedule_running(plan, prefilling)
+                    self._swap_in(plan, prefilling)
+                    if prefilling:
+                        self._admit(plan, now)
+                    self._prefilled_last = prefilling
         if plan.rows:
             plan.blocks_to_swap_out = self.blocks.take_swapped_out()
             plan.forget = self.queues.take_gone()
-        self.last_step_was_full = plan.num_tokens == self.policy.max_num_batched_tokens
         assert plan.num_tokens <= self.policy.max_num_batched_tokens, "over budget"
         return plan
 
@@ -257,12 +255,12 @@ class Scheduler:
 
     # What runs
 
-    def _schedule_running(self, plan: Plan, *, prefilling: bool | None = None) -> None:
+    def _schedule_running(self, plan: Plan, prefilling: bool | None = None) -> None:
         """Rows for the running groups, or for those of them that are `prefilling` or not."""
         running = self.queues.running
         groups = [group for group in running if prefilling is None or prefilling == group.prefilling]
-        # Every sequence gets a token. What they leave of the budget goes to longer chunks, oldest first.
-        chunk_budget = self.policy.max_num_batched_tokens - sum(group.num_seqs for group in groups)
+        # Every row gets a token. What they leave of the budget goes to longer chunks, oldest first.
+        chunk_budget = self.policy.max_num_batched_tokens - sum(group.num_rows for group in groups)
         for group in groups:
             if group.root.status is not Status.RUNNING:
                 break  # preempted for an older one, and so are all behind it
@@ -276,8 +274,8 @@ class Scheduler:
         """
         blocks = self.blocks
         num_extra, rows, growth = 0, [], []
-        for sequence in group.live if group.forked else (group.root,):
-            num_missing = group.target(sequence) - sequence.num_computed_tokens
+        for sequence, target in group.targets():
+            num_missing = target - sequence.num_computed_tokens
             if num_missing > 0:
                 extra = min(num_missing - 1, chunk_budget - num_extra)
                 num_extra += extra
@@ -319,53 +317,63 @@ class Scheduler:
         if not group.known_to_worker:
             group.known_to_worker = True
             plan.new_groups.append(group)
-        plan.rows.append(Row(group, sequence, sequence.num_computed_tokens, num_new_tokens, samples))
-        plan.num_tokens += num_new_tokens
-        if num_new_tokens > 1:
-            plan.num_prefill_tokens += num_new_tokens
+        plan.add(Row(group, sequence, sequence.num_computed_tokens, num_new_tokens, samples))
         if self.policy.prefix_caching:
             self.blocks.remember(group, sequence, end)
 
     # What waits
 
-    def _swap_in(self, plan: Plan) -> None:
+    def _swap_in(self, plan: Plan, prefilling: bool | None = None) -> None:
         """Brings groups back from the swap pool, oldest first, unless others have just lost their blocks."""
         queues = self.queues
-        while queues.swapped and not plan.preempted:
+        while queues.swapped:
             group = queues.swapped[0]
             num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
-            turns = not self.policy.chunked_prefill and plan.rows and group.prefilling
-            if turns or num_tokens_left < group.num_seqs or self._too_many_seqs(group) or self._is_blocked(group):
-                return
+            if prefilling not in (None, group.prefilling):
+                return None
+            if num_tokens_left < group.num_rows:
+                return self._hold_up(group, Reason.TOKENS)
+            if plan.preempted or self._is_blocked(group):
+                return self._hold_up(group, Reason.BLOCKS)
             num_blocks = num_blocks_to_swap_in(group, self.blocks) + self.num_reserved()
-            if queues.running and num_blocks > self.blocks.num_free:
+            if queues.running and num_blocks > self.blocks.num_free:  # alone it fits: its max_tokens sees to that
                 self._blocked = Blocked(group, num_blocks)
-                return  # alone it fits in any case: its max_tokens sees to that
+                return self._hold_up(group, Reason.BLOCKS)
+            self._blocked = None
             plan.blocks_to_swap_in += queues.swap_in(group)
             self.num_swap_ins += 1
-            self._schedule_group(plan, group, num_tokens_left - group.num_seqs)
+            if self.policy.prefix_caching:
+                for sequence in group.live:  # all at once, so that those who share a block agree on what it holds
+                    self.blocks.remember(group, sequence, sequence.num_computed_tokens)
+            self._schedule_group(plan, group, num_tokens_left - group.num_rows)
+        return None
 
     def _admit(self, plan: Plan, now: float) -> None:
         """Lets waiting groups in by rank, the first that can not come in holds up all others: nobody is overtaken."""
-        if self.queues.swapped or plan.preempted or not self.prompts_are_due(now):
-            return
-        while group := self.queues.waiting.head():
+        while (group := self.queues.waiting.head()) and not self.queues.swapped:
             num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
-            if not num_tokens_left or self._too_many_seqs(group) or self._is_blocked(group):
-                return
-            tokens = group.token_ids(group.root, 0, group.target(group.root))
-            prefix = self.blocks.match(tokens, group.salt) if self.policy.prefix_caching else []
+            if (reason := self._why_not_yet(group, plan, num_tokens_left, now)) is not None:
+                return self._hold_up(group, reason)
+            tokens = group.token_ids(group.root, 0, group.targets()[0][1])
+            looks_up = self.policy.prefix_caching and not group.owes_prompt_logprobs
+            prefix = self.blocks.match(tokens, group.salt) if looks_up else []
             match can_allocate(group, prefix, self.blocks, self.num_reserved()):
                 case Admission.NEVER:
                     self._decoder.end_unfinished(plan, group, why_never(group, self.blocks))
                     continue
                 case Admission.LATER:
                     num_blocks = num_blocks_to_admit(group, self.blocks) - self.blocks.num_held_of(prefix)
-                    self._blocked = Blocked(group, num_blocks + self.num_reserved(), tokens, prefix)
-                    return
+                    found = (tokens, prefix) if looks_up else ()
+                    self._blocked = Blocked(group, num_blocks + self.num_reserved(), *found)
+                    return self._hold_up(group, Reason.BLOCKS)
             num_missing = len(tokens) - len(prefix) * self.blocks.block_size
             if not self.policy.chunked_prefill and plan.rows and num_missing > num_tokens_left:
-                return  # only a prompt longer than a whole step is cut
+                return self._hold_up(group, Reason.TOKENS)  # only a prompt longer than a whole step is cut
+            if (dropped := too_late(group, num_missing, self.rates, now)) is not None:
+                plan.dropped.append(dropped)
+                self.abort(group)
+                continue
+            self._blocked = None
             self.queues.admit(group, len(tokens), prefix)
             if group.first_scheduled is None:
                 group.first_scheduled = now
@@ -373,9 +381,28 @@ class Scheduler:
                 self.num_looked_up_tokens += group.num_prompt_tokens
                 self.num_found_tokens += group.num_cached_prompt_tokens
             self._add_row(plan, group, group.root, min(num_missing, num_tokens_left))
+        return None
 
-    def _too_many_seqs(self, group: SequenceGroup) -> bool:
-        return self.queues.num_running_seqs + group.num_seqs > self.policy.max_num_seqs
+    def _why_not_yet(self, group: SequenceGroup, plan: Plan, num_tokens_left: int, now: float) -> Reason | None:
+        """What keeps the first of the waiting groups out, as far as that can be said without looking at its tokens."""
+        if plan.preempted or self._is_blocked(group):
+            return Reason.BLOCKS
+        if not num_tokens_left:
+            return Reason.TOKENS
+        if self.queues.num_running_seqs + group.num_seqs > self.policy.max_num_seqs:
+            return Reason.SEQUENCES
+        # The delay factor lets prompts gather, so that decodes are held up less often.
+        delay_s = self.policy.delay_factor * self._prefill_step_s
+        if self.queues.running and now - group.arrival < delay_s:
+            return Reason.DELAY
+        return None
+
+    def _hold_up(self, group: SequenceGroup, reason: Reason) -> None:
+        self._held_up = (group, reason)
+
+    def held_up(self, group: SequenceGroup) -> Reason | None:
+        """What the first of a queue lacked in the last plan; None when nothing is in its way any more, or was yet."""
+        return self._held_up[1] if self._held_up is not None and self._held_up[0] is group else None
 
     def num_reserved(self) -> int:
         """Blocks that newcomers leave free, so that what runs can grow; none when nothing runs."""
@@ -383,17 +410,3 @@ class Scheduler:
 
     def _is_blocked(self, group: SequenceGroup) -> bool:
         return self._blocked is not None and bool(self.queues.running) and self._blocked.holds(group, self.blocks)
-
-    def prompts_are_due(self, now: float) -> bool:
-        """False while the delay factor lets prompts gather, so that decodes are held up less often."""
-        head = self.queues.waiting.head()
-        if head is None or not self.queues.running:
-            return True
-        return now - head.arrival >= self.policy.delay_factor * self._prefill_step_s
-
-    def _check_room(self, num_prompt_tokens: int) -> None:
-        policy, waiting = self.policy, self.queues.waiting
-        if len(waiting) >= policy.max_waiting_requests:
-            raise QueueFull(f"{len(waiting)} requests are waiting already")
-        if waiting.num_tokens and waiting.num_tokens + num_prompt_tokens > policy.max_waiting_tokens:
-            raise QueueFull(f"requests with {waiting.num_tokens} prompt tokens are waiting already")

@@ -7,6 +7,7 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 
+from protos.logprobs import Logprobs
 from protos.sampling_pb2 import Sampling
 from scheduler.beam import BeamSearch
 
@@ -59,6 +60,7 @@ class Sequence:
         index: which of its group's sequences; from 0.
         output_token_ids: tokens sampled so far. The last one's KV is not computed yet.
         output_logprobs: the log-probability of each.
+        logprobs: with the most probable tokens beside each; None where the client does not want them.
         num_tokens: prompt and output together.
         num_computed_tokens: how many of them have their KV in the blocks.
         block_table: physical block of each logical one. Only the block manager writes it.
@@ -73,6 +75,7 @@ class Sequence:
         "contents",
         "cumulative_logprob",
         "index",
+        "logprobs",
         "num_computed_tokens",
         "num_tokens",
         "output_logprobs",
@@ -88,6 +91,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.output_token_ids: array[int] = array("i")
         self.output_logprobs: array[float] = array("f")
+        self.logprobs: Logprobs | None = None
         self.block_table: array[int] = array("i")
         self.swap_table: array[int] = array("i")
         self.contents: list[int] = []
@@ -108,11 +112,13 @@ class Sequence:
         self.cumulative_logprob -= sum(dropped)
         self.num_tokens -= len(dropped)
         del self.output_token_ids[num_output_tokens:], self.output_logprobs[num_output_tokens:]
+        if self.logprobs is not None:
+            self.logprobs.cut(num_output_tokens)
 
-    def fork(self, index: int) -> "Sequence":
-        """A sequence of the same tokens, without blocks."""
-        child = Sequence(index, self.num_tokens)
-        child.num_computed_tokens = self.num_computed_tokens
+    def fork(self, into: "Sequence | int") -> "Sequence":
+        """A sequence of the same tokens: another one that forgets its own, or a new one of this index."""
+        child = Sequence(into, self.num_tokens) if isinstance(into, int) else into
+        child.num_tokens = self.num_tokens
         child.output_token_ids = self.output_token_ids[:]
         child.output_logprobs = self.output_logprobs[:]
         child.cumulative_logprob = self.cumulative_logprob
@@ -135,16 +141,17 @@ class SequenceGroup:
     Attributes:
         number: the scheduler's number of the request, in order of arrival.
         n: sequences that the client gets.
-        max_tokens: output tokens of each sequence at most.
+        wanted_max_tokens: output tokens of each sequence that the client wants at most.
+        max_tokens: those that it gets: no more than the pool holds.
         min_tokens: output tokens before which no stop id ends a sequence.
-        sampling: for the worker, unread here.
+        sampling: for the worker; read here only for what the worker is to be told of, and to tell.
         arrival: time of submission, s.
         rank: who goes first: the least. Unique.
         salt: groups of different salts never share blocks.
         deadline: time after which nobody waits for it, s; None for never.
         beam: set for a beam search, whose sequences come and go; it starts with one.
         sequences: all that the client gets, by index; of a beam search those that are searched, until it has ended.
-        live: its unfinished sequences, by index.
+        live: its unfinished sequences, by index; of a beam search by probability.
         forked: whether all live sequences have blocks.
         first_scheduled: time of the first plan that held it, s.
         preempted_by: the request that got its blocks the last time.
@@ -152,12 +159,16 @@ class SequenceGroup:
         num_cached_prompt_tokens: prompt tokens whose KV was there already when it was first admitted.
         num_failed_steps: steps in a row that were lost with their worker while this group ran.
         known_to_worker: whether a plan has brought it to the worker.
+        penalized: whether what is sampled depends on all tokens before, which the worker has to be told.
+        num_top_logprobs: tokens that each output token is told with; None where the client does not want to know.
+        prompt_logprobs: of the prompt's tokens but the first, as far as they are computed; None like num_top_logprobs.
     """
 
     number: int
     request_id: str
     prompt_token_ids: "array[int]"
     n: int
+    wanted_max_tokens: int
     max_tokens: int
     min_tokens: int
     stop_token_ids: frozenset[int]
@@ -177,12 +188,27 @@ class SequenceGroup:
     num_cached_prompt_tokens: int = 0
     num_failed_steps: int = 0
     known_to_worker: bool = False
+    penalized: bool = field(init=False, default=False)
+    num_top_logprobs: int | None = field(init=False, default=None)
+    prompt_logprobs: Logprobs | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         num_sequences = self.n if self.beam is None else 1
         self.sequences = [Sequence(index, len(self.prompt_token_ids)) for index in range(num_sequences)]
         self.live = list(self.sequences)
         self.forked = num_sequences == 1
+        if (wanted := self.sampling) is None:
+            return
+        off = wanted.repetition_penalty in (0, 1) and wanted.presence_penalty == wanted.frequency_penalty == 0
+        self.penalized = not off
+        if wanted.HasField("num_prompt_logprobs"):
+            self.prompt_logprobs = Logprobs(wanted.num_prompt_logprobs)
+        if wanted.HasField("num_top_logprobs"):
+            self.num_top_logprobs = wanted.num_top_logprobs
+            for sequence in self.sequences:
+                sequence.logprobs = Logprobs(wanted.num_top_logprobs)
+        if self.beam is not None and (self.penalized or self.num_top_logprobs is not None):
+            raise ValueError("penalties and logprobs can not be combined with a beam search")
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -213,17 +239,26 @@ class SequenceGroup:
             return True
         return any(sequence.num_tokens - sequence.num_computed_tokens > 1 for sequence in self.live)
 
-    def target(self, sequence: Sequence) -> int:
-        """How many tokens of `sequence` can be computed now.
+    @property
+    def num_rows(self) -> int:
+        """Sequences of it that compute tokens in a step."""
+        return len(self.live) if self.forked else 1
+
+    def targets(self) -> list[tuple[Sequence, int]]:
+        """The sequences that have blocks, each with how many of its tokens can be computed now.
 
         A root that others fork from stops at the prompt's end. Beams sample in the same step or not at all, so one that
         is ahead of the others, which are computed again, waits before its last token.
         """
         if not self.forked:
-            return self.num_prompt_tokens
-        if self.beam is not None and len(self.live) > 1 and self.prefilling:
-            return sequence.num_tokens - 1
-        return sequence.num_tokens
+            return [(self.root, self.num_prompt_tokens)]
+        waits = self.beam is not None and len(self.live) > 1 and self.prefilling
+        return [(sequence, sequence.num_tokens - waits) for sequence in self.live]
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether the prompt has to be computed, though its KV may be cached, to tell of its tokens."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     def move_to(self, status: Status) -> None:
         """Changes the status of all live sequences."""

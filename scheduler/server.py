@@ -11,11 +11,12 @@ from protos import session_pb2 as pb
 from protos.columns import pack, unpack
 from protos.errors import Refusal, unavailable
 from protos.rpc import SESSION_PROTOCOL_VERSION
+from scheduler.admission import QueueFull
 from scheduler.beam import BeamParams, EarlyStopping
 from scheduler.config import SchedulerSettings
 from scheduler.describe import describe, describe_request
 from scheduler.loop import SchedulerLoop
-from scheduler.scheduler import QueueFull, Scheduler
+from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup
 from scheduler.sessions import Outbox, RouterSession, Sessions
 

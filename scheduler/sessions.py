@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from protos import session_pb2 as pb
 from protos.columns import pack
+from protos.logprobs import Logprobs, to_columns
 from scheduler.plan import Finished, NewTokens
-from scheduler.sequence import SequenceGroup, Status
+from scheduler.sequence import Sequence, SequenceGroup, Status
 
 _FINISH_STATUS = {
     Status.FINISHED_STOPPED: pb.FINISH_STATUS_STOPPED,
@@ -31,6 +32,10 @@ class Outbox:
         self._load: pb.Load | None = None
         # (handle, sequence index) -> index of the first token, tokens
         self._rows: dict[tuple[int, int], tuple[int, array[int]]] = {}
+        # The same keys -> log-probabilities of the tokens, of requests that asked.
+        self._logprobs: dict[tuple[int, int], Logprobs] = {}
+        # handle -> log-probabilities of the prompt's tokens
+        self._prompts: dict[int, Logprobs] = {}
         self._finished: list[pb.Finished] = []
         self._closed = False
         self._filled = asyncio.Event()
@@ -50,13 +55,26 @@ class Outbox:
         self._load = load
         self._filled.set()
 
-    def put_tokens(self, handle: int, sequence_index: int, first_index: int, token_ids: "array[int]") -> None:
-        """Queues new tokens behind those of the same sequence that still wait."""
-        row = self._rows.get((handle, sequence_index))
+    def put_tokens(self, handle: int, sequence: Sequence, first_index: int) -> None:
+        """Queues a sequence's output from `first_index` on, behind what still waits of it."""
+        key = (handle, sequence.index)
+        token_ids = sequence.output_token_ids[first_index:]
+        row = self._rows.get(key)
         if row is None:
-            self._rows[handle, sequence_index] = (first_index, token_ids)
+            self._rows[key] = (first_index, token_ids)
         else:
             row[1].extend(token_ids)
+        if sequence.logprobs is not None:
+            logprobs = sequence.logprobs.part(first_index)
+            if row is None:
+                self._logprobs[key] = logprobs
+            else:
+                self._logprobs[key].extend(logprobs)
+        self._filled.set()
+
+    def put_prompt_logprobs(self, handle: int, logprobs: Logprobs) -> None:
+        """Queues what a request wants to know of its prompt, to go with its first tokens."""
+        self._prompts[handle] = logprobs
         self._filled.set()
 
     def put_finished(self, finished: pb.Finished) -> None:
@@ -90,6 +108,18 @@ class Outbox:
             token_ids=b"".join(token_ids.tobytes() for _, token_ids in rows.values()),
             finished=finished,
         )
+        if self._logprobs:
+            logprobs, self._logprobs = self._logprobs, {}
+            asking = [(place, logprobs[key]) for place, key in enumerate(rows) if key in logprobs]
+            outputs.logprob_rows = pack(place for place, _ in asking)
+            outputs.logprob_num_tops = pack(part.num_top for _, part in asking)
+            outputs.logprobs.CopyFrom(to_columns(part for _, part in asking))
+        if self._prompts:
+            prompts, self._prompts = self._prompts, {}
+            outputs.prompt_handles = pack(prompts)
+            outputs.prompt_counts = pack(map(len, prompts.values()))
+            outputs.prompt_num_tops = pack(part.num_top for part in prompts.values())
+            outputs.prompt_logprobs.CopyFrom(to_columns(prompts.values()))
         return pb.SessionResponse(step_outputs=outputs)
 
 
@@ -192,9 +222,12 @@ class Sessions:
         for new in new_tokens:
             ticket = self._by_number.get(new.group.number)
             if ticket is not None and ticket.session.outbox is not None:
-                sequence = new.sequence
-                tokens = sequence.output_token_ids[new.first_index :]
-                ticket.session.outbox.put_tokens(ticket.handle, sequence.index, new.first_index, tokens)
+                self._put_tokens(ticket.session.outbox, ticket, new.sequence, new.first_index)
+
+    def _put_tokens(self, outbox: Outbox, ticket: Ticket, sequence: Sequence, first_index: int) -> None:
+        outbox.put_tokens(ticket.handle, sequence, first_index)
+        if first_index == 0 and ticket.group.prompt_logprobs is not None:
+            outbox.put_prompt_logprobs(ticket.handle, ticket.group.prompt_logprobs)
 
     def deliver_finished(self, finished: list[Finished]) -> list[Ticket]:
         """Queues the ends of sequences for their routers; gives the tickets whose last sequence this was."""
@@ -223,11 +256,10 @@ class Sessions:
         outbox = ticket.session.outbox
         assert outbox is not None
         group = ticket.group
-        searching = group.beam is not None and group.live  # nothing is told of a search before its end
+        searching = group.beam is not None and not ticket.finished  # nothing is told of a search before its end
         for sequence, num in zip(() if searching else group.sequences, num_tokens, strict=False):
-            missing = sequence.output_token_ids[num:]
-            if missing:
-                outbox.put_tokens(ticket.handle, sequence.index, num, missing)
+            if len(sequence.output_token_ids) > num:
+                self._put_tokens(outbox, ticket, sequence, num)
         for row in ticket.finished:
             outbox.put_finished(row)
         if ticket.rejected is not None:

@@ -8,12 +8,14 @@ only because later ones come in further back, so priorities age without anybody 
 2. Admission takes the queue's head or nobody, and preempts nobody. So no group behind G gets in while G waits.
 3. The running group of the least rank is never preempted, gets at least a token of each step's budget
    (`max_num_seqs <= max_num_batched_tokens`), and has room to its end (`admission.max_tokens_that_fit`). So each step
-   brings it nearer to its end. What it has done is lost only if a group of a lesser rank comes in and takes its blocks;
-   then it goes back to its place in the queue, and is counted again only when it is the first of those ahead of G.
+   brings it nearer to its end; without chunked prefill each second step, since prompts and decodes take turns. What it
+   has done is lost only if a group of a lesser rank comes in and takes its blocks; then it goes back to its place in
+   the queue, and is counted again only when it is the first of those ahead of G.
 
 Hence once the set is final, G runs within twice the sum of (prompt tokens + max_tokens + 1) steps over the groups that
-are ahead of it, running or swapped out; `tests/test_scheduler_fairness.py` holds the core to it. In practice it is a
-small share of that: a step advances all that run, and prompts by more than a token.
+are ahead of it, running or swapped out (four times without chunked prefill), and ends within as many again for itself;
+`tests/test_scheduler_fairness.py` holds the core to it. In practice it is a small share of that: a step advances all
+that run, and prompts by more than a token.
 """
 
 import heapq

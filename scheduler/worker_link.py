@@ -83,6 +83,8 @@ class WorkerLink:
             unpack_floats(response.candidate_logprobs),
             step_s=(timings.prepare_ms + timings.forward_ms + timings.sample_ms - timings.swap_ms) / 1e3,
             swap_s=timings.swap_ms / 1e3,
+            top_logprobs=response.top_logprobs,
+            prompt_logprobs=response.prompt_logprobs,
         )
 
     def close_stream(self) -> None:

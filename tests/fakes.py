@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import tempfile
+from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +18,13 @@ import router.__main__ as router_main
 import scheduler.__main__ as scheduler_main
 from protos import session_pb2, worker_pb2
 from protos.columns import pack, pack_floats, unpack
+from protos.logprobs import Logprobs, to_columns
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1 import introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 from protos.rpc import Server, Service, dial, wait_for_serving
-from protos.sampling_pb2 import Sampling
+from protos.sampling_pb2 import LogprobColumns, Sampling
 from protos.session_pb2_grpc import SessionServiceStub
 from protos.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from router.config import RouterSettings
@@ -74,6 +76,13 @@ def scripted_candidates(last_token_id: int, output_index: int, num: int) -> list
     return [((best + rank) % 256, -0.5 - rank * (1 + output_index / 1000)) for rank in range(num)]
 
 
+def scripted_logprobs(token_id: int, num_top: int, rank: int = 1) -> Logprobs:
+    """What the fake model says of one token and those beside it."""
+    tops = [(token_id + n) % 256 for n in range(num_top)]
+    columns = (array("f", [-0.5]), array("i", [rank]), array("i", tops), array("f", [-0.5 - n for n in range(num_top)]))
+    return Logprobs(num_top, *columns)
+
+
 @dataclass
 class FakeWorker:
     """Answers steps by a script; holds them while `gate` is clear.
@@ -83,6 +92,7 @@ class FakeWorker:
         candidates: for beams: (last token id, output index, how many) -> (token id, log-probability), best first.
         requests: every step it was sent.
         known: request ids whose sampling it holds.
+        new_requests: all that it was told of, in order.
         explode: steps still to fail with an exception.
     """
 
@@ -95,6 +105,7 @@ class FakeWorker:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[worker_pb2.ExecuteModelRequest] = field(default_factory=list)
     known: dict[int, Sampling] = field(default_factory=dict)
+    new_requests: list[worker_pb2.NewRequest] = field(default_factory=list)
     explode: int = 0
 
     def __post_init__(self) -> None:
@@ -134,11 +145,13 @@ class FakeWorker:
             del self.known[number]
         for new in request.new_requests:
             self.known[new.request_id] = new.sampling
+            self.new_requests.append(new)
         ids, starts, counts = map(unpack, (request.request_ids, request.num_computed_tokens, request.num_new_tokens))
         token_ids, ends = unpack(request.token_ids), list(itertools.accumulate(counts))
         rows, indexes = map(unpack, (request.sample_rows, request.sample_sequence_indexes))
         samples: list[tuple[int, float]] = []
         candidates: list[tuple[int, float]] = []
+        tops: list[Logprobs] = []
         for row, index in zip(rows, indexes, strict=True):
             sampling = self.known[ids[row]]
             output_index = starts[row] + counts[row] - sampling.num_prompt_tokens
@@ -149,6 +162,8 @@ class FakeWorker:
                 samples.append(found[0])
             else:
                 samples.append((self.script(index, output_index), -0.5))
+            if sampling.HasField("num_top_logprobs"):
+                tops.append(scripted_logprobs(samples[-1][0], sampling.num_top_logprobs, rank=1 + output_index))
         return worker_pb2.ExecuteModelResponse(
             step_id=request.step_id,
             epoch=self.epoch,
@@ -156,7 +171,20 @@ class FakeWorker:
             logprobs=pack_floats(logprob for _, logprob in samples),
             candidate_token_ids=pack(token_id for token_id, _ in candidates),
             candidate_logprobs=pack_floats(logprob for _, logprob in candidates),
+            top_logprobs=to_columns(tops),
+            prompt_logprobs=self._prompt_logprobs(request),
         )
+
+    def _prompt_logprobs(self, request: worker_pb2.ExecuteModelRequest) -> LogprobColumns:
+        """Every token of a prompt comes with its position for a rank."""
+        ids, starts, counts = map(unpack, (request.request_ids, request.num_computed_tokens, request.num_new_tokens))
+        prompts = {new.request_id: unpack(new.prompt_token_ids) for new in self.new_requests}
+        parts = []
+        for row, start in zip(*map(unpack, (request.prompt_logprob_rows, request.prompt_logprob_starts)), strict=True):
+            num_top, prompt = self.known[ids[row]].num_prompt_logprobs, prompts[ids[row]]
+            for position in range(start + 1, min(starts[row] + counts[row] + 1, len(prompt))):
+                parts.append(scripted_logprobs(prompt[position], num_top, rank=position))
+        return to_columns(parts)
 
 
 class Proxy:

@@ -79,14 +79,17 @@ class FakeGeneration(GenerationServiceServicer):
     def Complete(self, request, context):
         self.requests.append(request)
         outputs: dict[int, pb.Output] = {}
+        answer = pb.CompleteResponse(request_id="r1", usage=USAGE, timings=TIMINGS)
         with _refusals(context):
             for message in self.script(request):
+                answer.prompt_logprobs.extend(message.prompt_logprobs)
                 for output in message.outputs:
                     whole = outputs.setdefault(output.index, pb.Output(index=output.index))
                     text = whole.text + output.text
                     whole.MergeFrom(output)
                     whole.text = text
-        return pb.CompleteResponse(request_id="r1", outputs=outputs.values(), usage=USAGE, timings=TIMINGS)
+        answer.outputs.extend(outputs.values())
+        return answer
 
     def Tokenize(self, request, context):
         self.requests.append(request)

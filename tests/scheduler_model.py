@@ -38,7 +38,7 @@ def expected_outputs(group: SequenceGroup) -> list[list[int]]:
 def expected_output(group: SequenceGroup, sequence_index: int) -> list[int]:
     """The whole output of one sampled sequence."""
     tokens: list[int] = []
-    while len(tokens) < group.max_tokens:
+    while len(tokens) < group.wanted_max_tokens:
         tokens.append(next_token(group, sequence_index, len(group.prompt_token_ids) + len(tokens)))
         if tokens[-1] == STOP and len(tokens) > group.min_tokens:
             break

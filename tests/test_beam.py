@@ -175,3 +175,31 @@ def test_a_sample_without_a_token_fails_a_search_whole():
     core.check()
     assert outputs.failed == [group]
     assert other.live
+
+
+def test_the_worst_hypothesis_decides_whether_a_beam_can_still_improve():
+    beams = search(width=2, length_penalty=0.0)
+    going_on(beams, beam([1], 0.0, (STOP, -0.1), (5, -1.0), (6, -1.5)))
+    going_on(beams, beam([1, 5], -1.0, (STOP, -2.0), (7, -2.5), (8, -2.6)), beam([1, 6], -1.5, (9, -3.0), (9, -3.1)))
+    assert [hypothesis.score for hypothesis in beams.hypotheses] == [pytest.approx(-0.1), pytest.approx(-3.0)]
+    assert beams.done, "the best beam has -3.5"
+    beams = search(width=2, length_penalty=0.0)
+    going_on(beams, beam([1], 0.0, (STOP, -0.1), (5, -1.0), (6, -1.5)))
+    going_on(beams, beam([1, 5], -1.0, (STOP, -2.0), (7, -1.0), (8, -2.6)), beam([1, 6], -1.5, (9, -3.0), (9, -3.1)))
+    assert not beams.done, "the best beam has -2, between the two hypotheses"
+
+
+def test_two_searches_in_one_step_get_their_own_candidates_also_when_the_first_is_gone():
+    core = make(num_blocks=80, max_num_seqs=8)
+    gone = submit(core, 5, beam=BeamParams(3), max_tokens=9, min_tokens=9)
+    kept = submit(core, 7, n=3, beam=BeamParams(3), max_tokens=9, min_tokens=9)
+    for _ in range(3):
+        plan = core.schedule(0.0)
+        core.update(plan, run(plan))
+    plan = core.schedule(0.0)
+    core.abort(gone)
+    core.update(plan, run(plan))
+    while core.num_live:
+        plan = core.schedule(0.0)
+        core.update(plan, run(plan))
+    assert [sequence.output_token_ids.tolist() for sequence in kept.sequences] == expected_beams(kept)

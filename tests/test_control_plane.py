@@ -438,13 +438,6 @@ async def test_all_violations_are_reported_at_once():
 
 
 LATER = [
-    ({"sampling": {"repetition_penalty": 1.2}}, "sampling.repetition_penalty"),
-    ({"sampling": {"presence_penalty": 1}}, "sampling.presence_penalty"),
-    ({"sampling": {"frequency_penalty": 1}}, "sampling.frequency_penalty"),
-    ({"sampling": {"typical_p": 0.5}}, "sampling.typical_p"),
-    ({"sampling": {"logit_bias": {1: 1.0}}}, "sampling.logit_bias"),
-    ({"output": {"logprobs": 0}}, "output.logprobs"),
-    ({"output": {"prompt_logprobs": 1}}, "output.prompt_logprobs"),
     ({"structure": {"regex": "a+"}}, "structure"),
     ({"adapter": "mine"}, "adapter"),
 ]
@@ -456,13 +449,6 @@ async def test_a_field_of_a_later_version_is_answered_with_its_name_never_ignore
             error = await refusal_of(plane.generation.Generate(pb.GenerateRequest(text="x", **fields)))
             assert error.code is grpc.StatusCode.UNIMPLEMENTED, name
             assert [violation.field for violation in error.violations] == [name]
-
-
-async def test_such_a_field_may_be_set_to_what_has_no_effect():
-    async with control_plane() as plane:
-        neutral = pb.SamplingParams(repetition_penalty=1, presence_penalty=0, best_of=1, beam_width=0, length_penalty=1)
-        wanted = pb.GenerateRequest(text="x", sampling=neutral, stop=pb.StopConditions(max_tokens=3))
-        assert (await plane.generation.Complete(wanted)).outputs[0].text == "The"
 
 
 async def test_another_model_is_not_found():

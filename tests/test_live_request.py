@@ -4,10 +4,11 @@ import asyncio
 
 import grpc
 import pytest
-from fakes import TEXT, write_tokenizer
+from fakes import TEXT, scripted_logprobs, write_tokenizer
 
 from protos import session_pb2
 from protos.errors import Refusal
+from protos.logprobs import Logprobs
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.sampling_pb2 import Sampling
 from router.check import CheckedRequest
@@ -222,3 +223,77 @@ async def test_the_first_token_of_a_beam_search_is_there_when_all_are(make):
     assert last
     assert [(output.index, output.text) for output in response.outputs] == [(0, "ab"), (1, "cd")]
     assert response.timings.ttft_ms == response.timings.total_ms == 2500
+
+
+# Log-probabilities
+
+
+def told(token_ids: bytes, rank: int = 1) -> Logprobs:
+    """Of several tokens, ranked from `rank` on, so that an order can be seen."""
+    logprobs = Logprobs(1)
+    for place, token_id in enumerate(token_ids):
+        logprobs.extend(scripted_logprobs(token_id, 1, rank=rank + place))
+    return logprobs
+
+
+def ranks(output: pb.Output) -> list[tuple[int, int]]:
+    return [(token.token_id, token.rank) for token in output.logprobs]
+
+
+async def test_log_probabilities_are_merged_with_their_tokens_and_those_that_are_here_already_passed_over(live):
+    live.push(0, 0, list(b"The"), None, told(b"The"))
+    live.push(0, 1, list(b"he q"), None, told(b"he q", rank=2))
+    (output,) = (await live.take())[0].outputs
+    assert (output.text, ranks(output)) == ("The q", [(token, 1 + n) for n, token in enumerate(b"The q")])
+    live.push(0, 5, list(b"u"), end(), told(b"u", rank=6))
+    (output,) = (await live.take())[0].outputs
+    assert ranks(output) == [(ord("u"), 6)]
+
+
+async def test_log_probabilities_end_with_the_token_that_completes_a_stop_string(make):
+    live = make(stop_strings=["ick"])
+    live.push(0, 0, list(b"The quick brown"), end(), told(b"The quick brown"))
+    (output,) = (await live.take())[0].outputs
+    assert bytes(output.token_ids) == bytes(token for token, _ in ranks(output)) == b"The quick"
+
+
+async def test_a_stop_id_that_is_not_shown_has_its_log_probability(live):
+    live.push(0, 0, [65, 7], end(stop_token_id=7), told(b"A\x07"))
+    (output,) = (await live.take())[0].outputs
+    assert (output.text, ranks(output)) == ("A", [(65, 1), (7, 2)])
+
+
+async def test_half_a_character_is_told_with_its_log_probability_before_its_text(live):
+    first, second = "é".encode()
+    live.push(0, 0, [first], None, told(bytes([first])))
+    (output,) = (await live.take())[0].outputs
+    assert (output.text, ranks(output)) == ("", [(first, 1)])
+    live.push(0, 1, [second], end(), told(bytes([second]), rank=2))
+    (output,) = (await live.take())[0].outputs
+    assert (output.text, ranks(output)) == ("é", [(second, 2)])
+
+
+async def test_a_prompts_log_probabilities_are_told_once_though_they_come_twice(make):
+    live = make(echo="x")
+    live.request.prompt_token_ids.extend([2, 3])
+    assert not (await live.take())[0].prompt_logprobs, "the echo does not wait for them"
+    for token_id in b"ab":
+        live.push_prompt_logprobs(told(bytes([2, 3])))
+        live.push(0, live.num_tokens, [token_id], None)
+        response, _ = await live.take()
+        expected = [(2, 1), (3, 2)] if token_id == ord("a") else []
+        assert [(token.token_id, token.rank) for token in response.prompt_logprobs] == expected
+
+
+async def test_while_a_long_prompts_log_probabilities_are_written_tokens_may_come_and_nothing_is_lost(make):
+    live = make()
+    live.request.prompt_token_ids.extend([7] * 999)
+    live.push_prompt_logprobs(told(bytes([7] * 999)))
+    live.push(0, 0, list(b"a"), None)
+    taking = asyncio.create_task(live.take())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not taking.done(), "others get their turn"
+    live.push(0, 1, list(b"b"), end())
+    response, last = await taking
+    assert (response.outputs[0].text, len(response.prompt_logprobs), last) == ("ab", 999, True)

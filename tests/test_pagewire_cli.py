@@ -109,12 +109,50 @@ def test_generate_prints_everything_as_one_json_object(run):
                 "finish_reason": "stop",
                 "stop_match": 2,
                 "cumulative_logprob": -1.5,
+                "logprobs": [],
             }
         ],
         "usage": {"prompt_tokens": 5, "cached_prompt_tokens": 2, "completion_tokens": 3},
         "timings": {"queue_ms": 1.0, "ttft_ms": 100.0, "total_ms": 300.0, "preemptions": 0},
+        "prompt_logprobs": [],
     }
     assert shown.stderr == ""
+
+
+def test_generate_passes_on_penalties_and_biases(run, fake):
+    options = ["--repetition-penalty", "1.5", "--presence-penalty", "-1", "--frequency-penalty", "2"]
+    shown = run("generate", "Hi", *options, "--typical-p", "0.5", "--logit-bias", "7=-100", "--logit-bias", "3=1.5")
+    assert shown.exit_code == 0, shown.output
+    expected = pb.SamplingParams(repetition_penalty=1.5, presence_penalty=-1, frequency_penalty=2, typical_p=0.5)
+    expected.logit_bias.update({7: -100, 3: 1.5})
+    assert fake.requests[0].sampling == expected
+    assert "must be ID=BIAS" in run("generate", "Hi", "--logit-bias", "seven").output
+
+
+def test_generate_shows_log_probabilities_below_the_text(run, fake):
+    def token(token_id, logprob, rank, *top):
+        tops = [pb.TokenLogprob(token_id=top_id, logprob=value) for top_id, value in top]
+        return pb.TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank, top=tops)
+
+    def script(request):
+        if isinstance(request, pb.DetokenizeRequest):
+            return
+        message = delta("ab", logprobs=[token(1, -0.5, 1, (1, -0.5), (2, -1.25)), token(2, -1.5, 2, (1, -0.25))])
+        message.prompt_logprobs.append(token(7, -12.5, 999))
+        yield last(message)
+
+    fake.script = script
+    shown = run("generate", "Hi", "--logprobs", "2", "--prompt-logprobs", "0")
+    assert shown.stdout.splitlines() == [
+        "ab",
+        "--- log-probabilities of the prompt ---",
+        "'7'               -12.500  rank 999",
+        "--- log-probabilities of 0 ---",
+        "'1'                -0.500  rank 1      '1' -0.500  '2' -1.250",
+        "'2'                -1.500  rank 2      '1' -0.250",
+    ]
+    asked = [list(request.token_ids) for request in fake.requests if isinstance(request, pb.DetokenizeRequest)]
+    assert asked == [[7], [1], [2]], "each token is asked for once"
 
 
 @pytest.mark.parametrize(

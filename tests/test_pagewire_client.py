@@ -10,7 +10,7 @@ from pagewire_fakes import FakeGeneration, delta, last, serving
 
 from pagewire import AsyncClient, Client, errors
 from pagewire.request import _PLACES, Options, generate_request
-from pagewire.results import FinishReason, Timings, Usage
+from pagewire.results import FinishReason, Timings, TokenLogprob, TokenLogprobs, Usage
 from protos.errors import Refusal, Violation, invalid_argument, unavailable, unsupported
 from protos.pagewire.v1 import generation_pb2 as pb
 
@@ -314,3 +314,33 @@ async def test_many_streams_run_at_once(target):
 
     async with AsyncClient(target) as client:
         assert await asyncio.gather(*(one(client) for _ in range(32))) == ["Hello, world"] * 32
+
+
+# Log-probabilities
+
+
+def token(token_id: int, logprob: float, rank: int, *top: tuple[int, float]) -> pb.TokenLogprobs:
+    tops = [pb.TokenLogprob(token_id=top_id, logprob=value) for top_id, value in top]
+    return pb.TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank, top=tops)
+
+
+def with_logprobs(request):
+    """Two tokens with log-probabilities, behind a prompt with some."""
+    first = delta("a", token_ids=[1], logprobs=[token(1, -0.5, 1, (1, -0.5), (2, -1.0))])
+    first.prompt_logprobs.append(token(7, -2.5, 9))
+    return [first, last(delta("b", token_ids=[2], logprobs=[token(2, -1.5, 2)]))]
+
+
+def test_log_probabilities_come_with_their_deltas_and_add_up(client, fake):
+    fake.script = with_logprobs
+    expected = (
+        TokenLogprobs(1, -0.5, 1, (TokenLogprob(1, -0.5), TokenLogprob(2, -1.0))),
+        TokenLogprobs(2, -1.5, 2, ()),
+    )
+    stream = client.stream("Hi", logprobs=2, prompt_logprobs=0)
+    assert [delta.logprobs for delta in stream] == [expected[:1], expected[1:]]
+    assert stream.completion.outputs[0].logprobs == expected
+    assert stream.completion.prompt_logprobs == (TokenLogprobs(7, -2.5, 9, ()),)
+    assert stream.completion == client.generate("Hi")
+    output = fake.requests[0].output
+    assert (output.logprobs, output.prompt_logprobs, output.HasField("prompt_logprobs")) == (2, 0, True)

@@ -4,6 +4,7 @@ import pytest
 from fakes import EOS
 
 from protos import session_pb2
+from protos.columns import unpack, unpack_floats
 from protos.errors import Refusal
 from protos.pagewire.v1 import generation_pb2 as pb
 from router.check import CheckedRequest, ServedModel, check_before_tokenizing, resolve
@@ -14,9 +15,14 @@ DEFAULTS = GenerationDefaults(eos_token_ids=(EOS,), temperature=0.7, top_p=0.9, 
 MODEL = ServedModel("fake", context_length=200, vocabulary_size=260, max_n=8, defaults=DEFAULTS)
 
 
-def wanted(stop=None, priority=0, cache_salt="", **sampling) -> pb.GenerateRequest:
+def wanted(stop=None, output=None, priority=0, cache_salt="", **sampling) -> pb.GenerateRequest:
     return pb.GenerateRequest(
-        text="x", sampling=pb.SamplingParams(**sampling), stop=stop, priority=priority, cache_salt=cache_salt
+        text="x",
+        sampling=pb.SamplingParams(**sampling),
+        stop=stop,
+        output=output,
+        priority=priority,
+        cache_salt=cache_salt,
     )
 
 
@@ -49,6 +55,30 @@ BAD = [
     ),
     ({"beam_width": 2, "top_k": 5}, "sampling.top_k", "leave it unset, or 0"),
     ({"beam_width": 2, "min_p": 0.5}, "sampling.min_p", "leave it unset, or 0"),
+    (
+        {"beam_width": 2, "typical_p": 0.5},
+        "sampling.typical_p",
+        "a beam search filters no tokens: leave it unset, or 1",
+    ),
+    (
+        {"beam_width": 2, "repetition_penalty": 1.5},
+        "sampling.repetition_penalty",
+        "with beam_width: leave it unset, or 1",
+    ),
+    ({"beam_width": 2, "presence_penalty": 1}, "sampling.presence_penalty", "with beam_width: leave it unset, or 0"),
+    ({"beam_width": 2, "frequency_penalty": 1}, "sampling.frequency_penalty", "with beam_width: leave it unset, or 0"),
+    ({"beam_width": 2, "output": pb.OutputOptions(logprobs=0)}, "output.logprobs", "can not be combined"),
+    ({"output": pb.OutputOptions(logprobs=21)}, "output.logprobs", "is 21; must be in 0 .. 20"),
+    ({"output": pb.OutputOptions(logprobs=-1)}, "output.logprobs", "is -1; must be in 0 .. 20"),
+    ({"output": pb.OutputOptions(prompt_logprobs=21)}, "output.prompt_logprobs", "is 21; must be in 0 .. 20"),
+    ({"typical_p": 0}, "sampling.typical_p", "is 0; must be in (0, 1]"),
+    ({"typical_p": 1.1}, "sampling.typical_p", "is 1.1; must be in (0, 1]"),
+    ({"repetition_penalty": 0}, "sampling.repetition_penalty", "is 0; must be over 0; 1 is off"),
+    ({"repetition_penalty": float("inf")}, "sampling.repetition_penalty", "must be over 0; 1 is off"),
+    ({"presence_penalty": 2.1}, "sampling.presence_penalty", "is 2.1; must be in [-2, 2]"),
+    ({"frequency_penalty": float("nan")}, "sampling.frequency_penalty", "is nan; must be in [-2, 2]"),
+    ({"logit_bias": {7: 101}}, "sampling.logit_bias[7]", "must be in [-100, 100]"),
+    ({"logit_bias": {260: 1}}, "sampling.logit_bias[0]", "260 is outside the vocabulary"),
     ({"beam_width": 2, "stop": STOP_STRINGS}, "stop.strings", "use stop.token_ids"),
     ({"beam_width": 2, "length_penalty": 10.5}, "sampling.length_penalty", "is 10.5; must be in [-10, 10]"),
     ({"beam_width": 2, "length_penalty": float("nan")}, "sampling.length_penalty", "is nan; must be in [-10, 10]"),
@@ -86,7 +116,11 @@ def test_everything_that_does_not_go_with_a_beam_search_is_named_at_once():
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"beam_width": 2, "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "n": 2},
+        {"beam_width": 2, "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "n": 2, "typical_p": 1},
+        {"beam_width": 2, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
+        {"beam_width": 2, "logit_bias": {259: -100, 0: 100}, "output": pb.OutputOptions(prompt_logprobs=20)},
+        {"typical_p": 1e-3, "presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 1e-3},
+        {"output": pb.OutputOptions(logprobs=20, prompt_logprobs=0)},
         {"beam_width": 8, "n": 8, "length_penalty": -10, "early_stopping": pb.EARLY_STOPPING_NEVER},
         {"beam_width": 0, "length_penalty": 1, "early_stopping": pb.EARLY_STOPPING_FALSE},
         {"best_of": 8, "n": 8},
@@ -128,3 +162,63 @@ def test_what_a_beam_search_is_told_reaches_the_scheduler(name):
 def test_priority_and_salt_are_handed_on():
     request = checked(wanted(priority=-10, cache_salt="tenant 7"))
     assert (request.priority, request.cache_salt) == (-10, "tenant 7")
+
+
+def test_logit_biases_are_bounded():
+    many = ServedModel("fake", context_length=200, vocabulary_size=5000, max_n=8, defaults=DEFAULTS)
+    checked(wanted(logit_bias=dict.fromkeys(range(1024), 1.0)), many)
+    with pytest.raises(Refusal, match="at most 1024"):
+        checked(wanted(logit_bias=dict.fromkeys(range(1025), 1.0)), many)
+
+
+def test_a_vocabulary_of_few_tokens_bounds_the_log_probabilities_that_can_be_asked_for():
+    few = ServedModel("fake", context_length=200, vocabulary_size=7, max_n=8, defaults=GenerationDefaults(()))
+    checked(wanted(output=pb.OutputOptions(logprobs=7)), few)
+    with pytest.raises(Refusal, match=r"must be in 0 \.\. 7"):
+        checked(wanted(output=pb.OutputOptions(logprobs=8)), few)
+
+
+def test_how_to_sample_and_what_to_tell_is_handed_on():
+    sampling = checked(
+        wanted(
+            typical_p=0.5,
+            repetition_penalty=1.25,
+            presence_penalty=-0.5,
+            frequency_penalty=0.5,
+            logit_bias={7: 1.5, 3: -100},
+            output=pb.OutputOptions(logprobs=0, prompt_logprobs=5),
+        )
+    ).sampling
+    assert (sampling.typical_p, sampling.repetition_penalty) == (0.5, 1.25)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-0.5, 0.5)
+    biases = zip(unpack(sampling.bias_token_ids), unpack_floats(sampling.biases), strict=True)
+    assert dict(biases) == {7: 1.5, 3: -100}
+    assert sampling.HasField("num_top_logprobs")
+    assert (sampling.num_top_logprobs, sampling.num_prompt_logprobs) == (0, 5)
+
+
+def test_who_asks_for_nothing_of_this_has_it_off():
+    sampling = checked(wanted()).sampling
+    assert (sampling.typical_p, sampling.repetition_penalty) == (1, 1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.bias_token_ids) == (0, 0, b"")
+    assert not sampling.HasField("num_top_logprobs")
+    assert not sampling.HasField("num_prompt_logprobs")
+
+
+def test_the_models_own_repetition_penalty_and_typical_p_apply_where_nothing_else_is_said():
+    defaults = GenerationDefaults(eos_token_ids=(EOS,), typical_p=0.5, repetition_penalty=1.25)
+    model = ServedModel("fake", context_length=200, vocabulary_size=260, max_n=8, defaults=defaults)
+    sampling = checked(wanted(), model).sampling
+    assert (sampling.typical_p, sampling.repetition_penalty) == (0.5, 1.25)
+    sampling = checked(wanted(repetition_penalty=1), model).sampling
+    assert sampling.repetition_penalty == 1
+    sampling = checked(wanted(beam_width=2), model).sampling
+    assert (sampling.typical_p, sampling.repetition_penalty) == (1, 1), "not in a beam search"
+
+
+def test_a_prompt_so_long_that_its_log_probabilities_fill_no_message_is_refused():
+    long = ServedModel("fake", context_length=10**6, vocabulary_size=260, max_n=8, defaults=DEFAULTS)
+    request = wanted(output=pb.OutputOptions(prompt_logprobs=19))
+    assert resolve(request, "r", [1] * 50_000, "", long).sampling.num_prompt_logprobs == 19
+    with pytest.raises(Refusal, match="asks for 1000020 with 50001 tokens; at most 1000000"):
+        resolve(request, "r", [1] * 50_001, "", long)

@@ -4,9 +4,9 @@ import pytest
 from scheduler_by_hand import STOP, make, rows, step, submit
 
 from protos.columns import unpack
+from scheduler.admission import QueueFull
 from scheduler.plan import StepResult, to_request
 from scheduler.policy import Policy
-from scheduler.scheduler import QueueFull
 from scheduler.sequence import Status
 
 

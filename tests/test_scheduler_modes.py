@@ -3,10 +3,10 @@
 import pytest
 from scheduler_by_hand import make, rows, step, submit
 
-from scheduler.explain import Reason, explain
+from scheduler.admission import QueueFull, Reason
+from scheduler.explain import explain
 from scheduler.plan import StepResult
 from scheduler.policy import Policy, PreemptionMode
-from scheduler.scheduler import QueueFull
 from scheduler.sequence import Status
 
 
@@ -18,24 +18,35 @@ def timed_step(core, now: float, step_s: float):
     return plan
 
 
-def test_a_classic_step_is_all_prefill_or_all_decode_and_prefill_goes_first():
+def test_a_classic_step_is_all_prefill_or_all_decode():
     core = make(chunked_prefill=False)
     submit(core, 3)
     assert rows(step(core)[0]) == [(1, 0, 3)]
     submit(core, 5)
     submit(core, 6)
+    assert rows(step(core)[0]) == [(1, 3, 1)]
     assert rows(step(core)[0]) == [(2, 0, 5), (3, 0, 6)]
-    assert rows(step(core)[0]) == [(1, 3, 1), (2, 5, 1), (3, 6, 1)]
+    assert rows(step(core)[0]) == [(1, 4, 1), (2, 5, 1), (3, 6, 1)]
+
+
+def test_steps_of_prompts_and_of_decodes_take_turns_so_that_neither_waits_for_the_other():
+    core = make(chunked_prefill=False)
+    submit(core, 3)
+    step(core)
+    planned = []
+    for _ in range(4):
+        submit(core, 2, max_tokens=1, priority=10)
+        planned.append([number for number, _, _ in rows(step(core)[0])])
+    assert planned == [[1], [2, 3], [1], [4, 5]]
 
 
 def test_a_classic_prompt_is_whole_unless_it_is_longer_than_a_step():
     core = make(chunked_prefill=False, budget=16)
     for prompt in (10, 10, 40):
-        submit(core, prompt)
+        submit(core, prompt, max_tokens=1)
     assert rows(step(core)[0]) == [(1, 0, 10)], "the second would have to be cut"
     assert rows(step(core)[0]) == [(2, 0, 10)]
     assert [rows(step(core)[0]) for _ in range(3)] == [[(3, 0, 16)], [(3, 16, 16)], [(3, 32, 8)]]
-    assert rows(step(core)[0]) == [(1, 10, 1), (2, 10, 1), (3, 40, 1)]
 
 
 def test_a_group_swapped_out_comes_back_in_a_decode_step_before_new_prompts():
@@ -55,8 +66,9 @@ def test_the_delay_factor_lets_prompts_gather_for_a_multiple_of_the_last_prefill
     submit(core, 3, now=0.0)
     timed_step(core, now=0.0, step_s=0.5)
     late = submit(core, 4, now=1.0)
-    assert rows(timed_step(core, now=1.9, step_s=0.1)) == [(1, 3, 1)]
-    assert explain(core, late, now=1.9).reason is Reason.DELAY
+    assert rows(timed_step(core, now=1.8, step_s=0.1)) == [(1, 3, 1)]
+    assert rows(timed_step(core, now=1.9, step_s=0.1)) == [(1, 4, 1)]
+    assert explain(core, late).reason is Reason.DELAY
     assert rows(timed_step(core, now=2.0, step_s=0.1)) == [(2, 0, 4)]
 
 
@@ -138,8 +150,8 @@ def test_a_group_that_left_the_queue_makes_room_in_it():
     core.check()
 
 
-def explained(core, group, now=0.0):
-    explanation = explain(core, group, now)
+def explained(core, group):
+    explanation = explain(core, group)
     return explanation.status, explanation.reason
 
 
@@ -148,7 +160,7 @@ def test_a_running_group_has_nothing_to_explain_but_its_figures():
     group = submit(core, 6, n=2)
     assert explained(core, group) == (Status.WAITING, Reason.NEXT_STEP)
     step(core)
-    explanation = explain(core, group, 0.0)
+    explanation = explain(core, group)
     assert (explanation.status, explanation.reason, explanation.queue_position) == (Status.RUNNING, None, None)
     assert (explanation.num_blocks_held, explanation.num_computed_tokens, explanation.num_output_tokens) == (4, 12, 2)
 
@@ -159,11 +171,11 @@ def test_a_group_waits_for_those_before_it_and_the_first_for_what_is_lacking():
     first, second = submit(core, 10), submit(core, 3)
     step(core)
     step(core)
-    explanation = explain(core, first, 0.0)
+    explanation = explain(core, first)
     assert (explanation.reason, explanation.queue_position, explanation.num_blocks_needed) == (Reason.BLOCKS, 0, 3)
     assert "needs 3 blocks" in explanation.message
     assert "2 are free" in explanation.message
-    assert (explain(core, second, 0.0).reason, explain(core, second, 0.0).queue_position) == (Reason.QUEUE, 1)
+    assert (explain(core, second).reason, explain(core, second).queue_position) == (Reason.QUEUE, 1)
 
 
 def test_a_group_waits_for_a_sequence_to_end():
@@ -191,7 +203,7 @@ def test_a_group_waits_for_those_that_were_swapped_out_and_these_for_blocks():
     late = submit(core, 3)
     assert explained(core, late) == (Status.WAITING, Reason.SWAPPED_GROUPS)
     assert explained(core, group) == (Status.SWAPPED, Reason.BLOCKS)
-    assert explain(core, group, 0.0).num_blocks_needed == 5, "3 that were swapped, and one more each"
+    assert explain(core, group).num_blocks_needed == 5, "3 that were swapped, and one more each"
 
 
 def test_each_final_status_is_reached():
@@ -216,3 +228,69 @@ def test_a_sequence_stopped_in_its_text_drops_what_was_sampled_since():
     assert finished.sequence.output_token_ids.tolist() == [7, 8]
     assert finished.sequence.cumulative_logprob == -1.0
     core.check()
+
+
+def test_a_prompt_of_several_sequences_has_the_whole_budget():
+    core = make(budget=8)
+    submit(core, 100, n=8, max_tokens=1)
+    assert [rows(step(core)[0])[0][2] for _ in range(13)] == [8] * 12 + [4]
+
+
+def test_two_prompts_that_are_computed_in_chunks_share_the_budget():
+    core = make(budget=8, num_blocks=100, watermark=0.0)
+    first, second = submit(core, 12), submit(core, 30)
+    step(core)
+    step(core)
+    late = submit(core, 30, priority=5)
+    assert rows(step(core)[0]) == [(1, 12, 1), (2, 4, 7)]
+    assert late.status is Status.WAITING
+    assert first.live
+    assert second.live
+
+
+def test_a_deadline_given_before_the_rate_was_known_is_looked_at_again_at_admission():
+    core = make(budget=128, num_blocks=400, max_num_seqs=4)
+    submit(core, 128, max_tokens=1)
+    late = submit(core, 1000, deadline=3.0)
+    timed_step(core, now=0.0, step_s=1.28)  # 100 tokens/s
+    plan = timed_step(core, now=1.28, step_s=1.28)
+    assert [dropped.group for dropped in plan.dropped] == [late]
+    assert plan.rows == []
+    assert "1000 tokens of its prompt takes 10000 ms" in plan.dropped[0].message
+
+
+def test_a_sampled_group_that_outgrew_the_pool_of_a_new_worker_ends_by_its_length():
+    core = make(num_blocks=40)
+    group = submit(core, 8, max_tokens=60)
+    for _ in range(20):
+        step(core)
+    core.requeue_running()
+    core.replace_pool(type(core.blocks)(num_blocks=6, block_size=4))
+    plan = core.schedule(0.0)
+    assert [end.sequence.status for end in plan.ignored] == [Status.FINISHED_LENGTH_CAPPED]
+    assert "20 tokens of output" in plan.ignored[0].message
+    assert len(group.sequences[0].output_token_ids) == 20
+
+
+def test_a_short_lived_small_pool_shortens_nobody_who_had_room_before_and_has_it_again():
+    core = make(num_blocks=40)
+    group = submit(core, 8, max_tokens=50)
+    step(core)
+    core.requeue_running()
+    core.replace_pool(type(core.blocks)(num_blocks=4, block_size=4))
+    assert group.max_tokens == 8
+    core.replace_pool(type(core.blocks)(num_blocks=40, block_size=4))
+    assert group.max_tokens == 50
+
+
+def test_looking_up_a_prompt_that_has_to_wait_is_not_done_again_each_step():
+    core = make(num_blocks=8, prefix_caching=True)
+    submit(core, 15, max_tokens=12)
+    submit(core, list(range(50, 80)))
+    step(core)
+    looked_up = []
+    match = core.blocks.match
+    core.blocks.match = lambda tokens, salt: looked_up.append(tokens) or match(tokens, salt)
+    for _ in range(3):
+        step(core)
+    assert len(looked_up) <= 1

@@ -1,5 +1,6 @@
 """Preemption: who loses its blocks, by which way, and how it gets them back."""
 
+import pytest
 from scheduler_by_hand import make, rows, step, submit
 from scheduler_model import Memory, run
 
@@ -223,3 +224,72 @@ def test_beams_that_are_computed_again_sample_together():
         sampled.append(sum(len(row.samples) for row in plan.rows))
         core.update(plan, run(plan))
     assert set(sampled) == {0, 3}, "all beams or none"
+
+
+def test_a_swapped_group_comes_back_as_soon_as_what_is_left_of_it_fits():
+    for mode in (SWAP, RECOMPUTE):
+        core = make(num_blocks=20, num_swap_blocks=40, preemption_mode=mode)
+        submit(core, 8, max_tokens=60)
+        group = submit(core, 7, n=4, max_tokens=20)
+        while not group.num_preemptions:
+            step(core)
+        step(core)  # it has been found too large
+        for index in range(3):
+            core.stop(group, index)  # three of four end meanwhile
+        step(core)
+        assert group.status is Status.RUNNING
+
+
+def test_a_half_computed_prompt_comes_back_in_a_classic_step_of_prompts():
+    core = make(chunked_prefill=False, num_swap_blocks=20, num_blocks=300, budget=8, preemption_mode=SWAP)
+    decoding = submit(core, 3, max_tokens=500)
+    step(core)
+    group = submit(core, 20, max_tokens=3)
+    step(core)
+    while not group.root.num_computed_tokens:
+        step(core)
+    core.preempt(group)
+    planned = [rows(step(core)[0]) for _ in range(2)]
+    assert group.status is Status.RUNNING
+    assert all(len(plan) == 1 for plan in planned), "prompts and decodes do not share a step"
+    assert decoding.live
+
+
+def test_a_swapped_group_alone_comes_back_even_into_a_pool_that_it_will_outgrow():
+    core = make(num_blocks=6, num_swap_blocks=20, preemption_mode=SWAP)
+    group = submit(core, 7, n=2, max_tokens=100)
+    while group.live:
+        if group.status is Status.RUNNING:
+            core.preempt(group)
+        step(core)
+    assert [len(sequence.output_token_ids) for sequence in group.sequences] == [5, 5], "all that the pool holds"
+
+
+def test_beams_swapped_while_some_lag_behind_agree_on_their_blocks_when_they_are_back():
+    core = make(num_blocks=16, block_size=1, budget=3, max_num_seqs=3, num_swap_blocks=60, prefix_caching=True)
+    group = submit(core, 4, beam=BeamParams(2), max_tokens=14, min_tokens=14)
+
+    def steps(count):
+        for _ in range(count):
+            plan = core.schedule(0.0)
+            core.check()
+            core.update(plan, run(plan))
+            core.check()
+
+    steps(6)
+    core.rates = Rates(prefill_tokens_per_s=1e9, swap_blocks_per_s=1.0)
+    assert core.preempt(group).mode is RECOMPUTE
+    steps(3)
+    assert group.prefilling, "one beam is computed again, the other not yet"
+    core.rates = Rates(prefill_tokens_per_s=1.0, swap_blocks_per_s=1e9)
+    assert core.preempt(group).mode is SWAP
+    submit(core, [100, 101], max_tokens=6)
+    while core.num_live:
+        steps(1)
+
+
+def test_a_group_that_does_not_run_can_not_be_preempted():
+    core = make()
+    group = submit(core, 3)
+    with pytest.raises(AssertionError, match="WAITING"):
+        core.preempt(group)

@@ -7,21 +7,22 @@ millions of steps.
 
 import os
 from array import array
+from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_model import STOP, Memory, expected_outputs, run
 
+from scheduler.admission import QueueFull
 from scheduler.beam import BeamParams, EarlyStopping
 from scheduler.block_manager import BlockManager
 from scheduler.plan import Plan
 from scheduler.policy import Policy, PreemptionMode
-from scheduler.scheduler import QueueFull, Scheduler
+from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup, Status
 
-BUDGET, MAX_NUM_SEQS, MAX_WAITING_REQUESTS, MAX_WAITING_TOKENS = 9, 5, 6, 60
-NUM_BLOCKS, BLOCK_SIZE = 11, 3
+MAX_WAITING_REQUESTS, MAX_WAITING_TOKENS = 6, 60
 
 beams = st.builds(
     BeamParams,
@@ -35,16 +36,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     """One scheduler, its worker's memory, and all that happens to them."""
 
     @initialize(
+        num_blocks=st.integers(6, 30),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(4, 6),
+        spare_budget=st.integers(0, 12),
         num_swap_blocks=st.sampled_from([0, 3, 20]),
         mode=st.sampled_from(PreemptionMode),
         chunked_prefill=st.booleans(),
         prefix_caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.1]),
     )
-    def start(self, num_swap_blocks, mode, chunked_prefill, prefix_caching, watermark):
+    def start(
+        self,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        spare_budget,
+        num_swap_blocks,
+        mode,
+        chunked_prefill,
+        prefix_caching,
+        watermark,
+    ):
         policy = Policy(
-            max_num_batched_tokens=BUDGET,
-            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=max_num_seqs + spare_budget,
+            max_num_seqs=max_num_seqs,
             max_waiting_requests=MAX_WAITING_REQUESTS,
             max_waiting_tokens=MAX_WAITING_TOKENS,
             watermark=watermark,
@@ -54,13 +70,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             preemption_mode=mode,
             aging_s=2.0,
         )
-        self.core = Scheduler(policy, BlockManager(NUM_BLOCKS, BLOCK_SIZE, num_swap_blocks))
-        self.memory = Memory(BLOCK_SIZE)
+        self.core = Scheduler(policy, BlockManager(num_blocks, block_size, num_swap_blocks))
+        self.memory = Memory(block_size)
         self.groups: list[SequenceGroup] = []
-        self.expected: dict[int, list[list[int]]] = {}
         self.ended: set[tuple[int, int]] = set()
         self.now = 0.0
         self.in_flight: Plan | None = None
+        self.pool_replaced = False
 
     @rule(
         prompt=st.integers(1, 30),
@@ -94,47 +110,66 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert num_waiting >= MAX_WAITING_REQUESTS or num_tokens + prompt > MAX_WAITING_TOKENS
         else:
             self.groups.append(group)
-            self.expected[group.number] = expected_outputs(group)
 
     @precondition(lambda self: self.in_flight is None)
     @rule()
     def schedule(self):
         self.now += 1.0
-        decoding = {group.number for group in self.core.queues.running if not group.prefilling}
+        holding = self.core.queues.running + self.core.queues.swapped
+        decoding = {group.number for group in holding if not group.prefilling}
         plan = self.core.schedule(self.now)
-        assert plan.num_tokens == sum(row.num_new_tokens for row in plan.rows) <= BUDGET
-        assert len(plan.rows) <= MAX_NUM_SEQS
+        policy, blocks = self.core.policy, self.core.blocks
+        assert plan.num_tokens == sum(row.num_new_tokens for row in plan.rows) <= policy.max_num_batched_tokens
+        assert len(plan.rows) <= policy.max_num_seqs
         for row in plan.rows:
             assert row.start == row.sequence.num_computed_tokens
-            assert row.start + row.num_new_tokens <= len(row.sequence.block_table) * BLOCK_SIZE, "a token has no slot"
-        if not self.core.policy.chunked_prefill and any(row.group.number in decoding for row in plan.rows):
+            num_slots = len(row.sequence.block_table) * blocks.block_size
+            assert row.start + row.num_new_tokens <= num_slots, "a token has no slot"
+        if not policy.chunked_prefill and any(row.group.number in decoding for row in plan.rows):
             assert all(row.num_new_tokens == 1 for row in plan.rows), "a step mixes prefill and decode"
         self.memory.execute(plan)
         for end in plan.ignored:
             self.end_once(end.group, end.sequence.index)
+        for dropped in plan.dropped:
+            assert not dropped.group.live
+            for sequence in dropped.group.sequences:
+                if sequence.status is Status.FINISHED_ABORTED:
+                    self.end_once(dropped.group, sequence.index)
         if plan.rows:
             self.in_flight = plan
         else:
             assert not self.core.num_live, "groups wait and nothing runs"
 
     @precondition(lambda self: self.in_flight is not None)
-    @rule(step_s=st.sampled_from([0.0, 0.1, 3.0]), swap_s=st.sampled_from([0.0, 0.1]))
-    def update(self, step_s=0.0, swap_s=0.0):
+    @rule(step_s=st.sampled_from([0.0, 0.1, 3.0]), swap_s=st.sampled_from([0.0, 0.1]), failing=st.integers(0, 60))
+    def update(self, step_s=0.0, swap_s=0.0, failing=60):
         assert self.in_flight is not None
-        outputs = self.core.update(self.in_flight, run(self.in_flight, step_s, swap_s))
+        result = run(self.in_flight, step_s, swap_s)
+        if failing < len(result.token_ids):
+            result = replace(result, failed=[failing])
+        outputs = self.core.update(self.in_flight, result)
         self.in_flight = None
+        assert all(not group.live for group in outputs.failed)
         for end in outputs.finished:
             self.end_once(end.group, end.sequence.index)
+            if not self.pool_replaced:
+                whole = expected_outputs(end.group)[end.sequence.index][: end.group.max_tokens]
+                assert end.sequence.output_token_ids.tolist() == whole
 
     @precondition(lambda self: self.in_flight is not None)
-    @rule()
-    def lose_the_worker(self):
+    @rule(next_pool=st.none() | st.tuples(st.integers(4, 30), st.sampled_from([0, 3, 20])))
+    def lose_the_worker(self, next_pool):
         self.core.requeue_running()
         self.in_flight = None
         self.memory.clear()
-        assert self.core.blocks.num_free == NUM_BLOCKS
-        assert self.core.blocks.num_free_swap_blocks == self.core.blocks.num_swap_blocks
-        assert self.core.blocks.num_idle == 0
+        blocks = self.core.blocks
+        assert blocks.num_free == blocks.num_blocks
+        assert blocks.num_free_swap_blocks == blocks.num_swap_blocks
+        assert blocks.num_idle == 0
+        if next_pool is not None:
+            num_blocks, num_swap_blocks = next_pool
+            self.pool_replaced = True
+            self.core.replace_pool(BlockManager(num_blocks, blocks.block_size, num_swap_blocks))
 
     @precondition(lambda self: self.core.num_running)
     @rule(pick=st.randoms(use_true_random=False))
@@ -147,11 +182,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.core.abort(pick.choice(self.groups))
 
     @precondition(lambda self: self.groups)
-    @rule(pick=st.randoms(use_true_random=False), index=st.integers(0, 3))
-    def stop(self, pick, index):
+    @rule(pick=st.randoms(use_true_random=False), index=st.integers(0, 3), num_overrun=st.integers(0, 2))
+    def stop(self, pick, index, num_overrun):
         group = pick.choice(self.groups)
-        finished = self.core.stop(group, index)
+        live = next((sequence for sequence in group.live if sequence.index == index), None)
+        num_tokens = None if live is None else max(0, len(live.output_token_ids) - num_overrun)
+        finished = self.core.stop(group, index, num_tokens)
         if finished is not None:
+            assert len(finished.sequence.output_token_ids) == num_tokens
+            assert finished.sequence.cumulative_logprob == -num_tokens
             self.end_once(group, index)
 
     @invariant()
@@ -163,11 +202,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for group in self.groups:
             if group.beam is not None and (group.live or group.status is Status.FINISHED_ABORTED):
                 continue  # its sequences are candidates, no outputs
-            for sequence, whole in zip(group.sequences, self.expected[group.number], strict=False):
+            if group.beam is not None and self.pool_replaced:
+                continue  # a smaller pool may have ended the search where it stood
+            for sequence, whole in zip(group.sequences, expected_outputs(group), strict=False):
                 output = sequence.output_token_ids.tolist()
                 assert output == whole[: len(output)]
-                if sequence.status in (Status.FINISHED_LENGTH_CAPPED, Status.FINISHED_STOPPED):
-                    assert output == whole or (group.number, sequence.index) in self.ended
 
     def teardown(self):
         if not hasattr(self, "core"):
@@ -182,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.update()
             self.core.check()
         assert all(sequence.status.finished for group in self.groups for sequence in group.sequences)
-        assert self.core.blocks.num_free == NUM_BLOCKS
+        assert self.core.blocks.num_held == 0
         assert self.core.blocks.num_free_swap_blocks == self.core.blocks.num_swap_blocks
 
     def end_once(self, group: SequenceGroup, index: int) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from protos.worker_pb2 import ExecuteModelRequest
+from protos.worker_pb2 import ExecuteModelRequest, NewRequest
 from worker.layers.attention import AttentionMetadata
 
 # In place of a token id: the token that the row's sequence sampled last.
@@ -68,6 +68,8 @@ class Step:
     blocks_to_swap_in: Integers
     blocks_to_copy: Integers
     finished_request_ids: Integers
+    prompt_logprob_rows: Integers
+    prompt_logprob_starts: Integers
 
 
 def read_step(request: ExecuteModelRequest, limits: StepLimits) -> Step:
@@ -76,20 +78,20 @@ def read_step(request: ExecuteModelRequest, limits: StepLimits) -> Step:
     Raises:
         MalformedStep: they do not fit together, or leave the limits.
     """
-    request_ids = _column(request, "request_ids")
+    request_ids = read_column(request, "request_ids")
     num_rows = len(request_ids)
-    sequence_indexes = _column(request, "sequence_indexes", num_rows)
-    num_computed_tokens = _column(request, "num_computed_tokens", num_rows)
-    num_new_tokens = _column(request, "num_new_tokens", num_rows)
-    table_lengths = _column(request, "block_table_lengths", num_rows)
+    sequence_indexes = read_column(request, "sequence_indexes", num_rows)
+    num_computed_tokens = read_column(request, "num_computed_tokens", num_rows)
+    num_new_tokens = read_column(request, "num_new_tokens", num_rows)
+    table_lengths = read_column(request, "block_table_lengths", num_rows)
     _check_range("sequence_indexes", sequence_indexes, 0, None)
     _check_range("num_computed_tokens", num_computed_tokens, 0, limits.context_length - 1)
     _check_range("num_new_tokens", num_new_tokens, 1, limits.max_num_batched_tokens)
     _check_range("block_table_lengths", table_lengths, 1, None)
 
     query_starts, table_starts = _starts(num_new_tokens), _starts(table_lengths)
-    token_ids = _column(request, "token_ids", int(query_starts[-1])).copy()
-    block_tables = _column(request, "block_tables", int(table_starts[-1]))
+    token_ids = read_column(request, "token_ids", int(query_starts[-1])).copy()
+    block_tables = read_column(request, "block_tables", int(table_starts[-1]))
     context_lengths = num_computed_tokens + num_new_tokens
     if len(token_ids) > limits.max_num_batched_tokens:
         raise MalformedStep("token_ids", f"{len(token_ids)} tokens; a step has {limits.max_num_batched_tokens} at most")
@@ -99,10 +101,11 @@ def read_step(request: ExecuteModelRequest, limits: StepLimits) -> Step:
     if np.any(table_lengths.astype(np.int64) * limits.block_size < context_lengths):
         raise MalformedStep("block_table_lengths", "a row's blocks do not hold its tokens")
 
-    sample_rows = _column(request, "sample_rows")
-    sample_sequence_indexes = _column(request, "sample_sequence_indexes", len(sample_rows))
+    sample_rows = read_column(request, "sample_rows")
+    sample_sequence_indexes = read_column(request, "sample_sequence_indexes", len(sample_rows))
     _check_range("sample_rows", sample_rows, 0, num_rows - 1)
     _check_range("sample_sequence_indexes", sample_sequence_indexes, 0, None)
+    prompt_rows, prompt_starts = _read_prompt_rows(request, num_computed_tokens, context_lengths)
     return Step(
         request_ids=request_ids,
         sequence_indexes=sequence_indexes,
@@ -117,8 +120,21 @@ def read_step(request: ExecuteModelRequest, limits: StepLimits) -> Step:
         blocks_to_swap_out=_pairs(request, "blocks_to_swap_out", limits.num_blocks, limits.num_cpu_blocks),
         blocks_to_swap_in=_pairs(request, "blocks_to_swap_in", limits.num_cpu_blocks, limits.num_blocks),
         blocks_to_copy=_pairs(request, "blocks_to_copy", limits.num_blocks, limits.num_blocks),
-        finished_request_ids=_column(request, "finished_request_ids"),
+        finished_request_ids=read_column(request, "finished_request_ids"),
+        prompt_logprob_rows=prompt_rows,
+        prompt_logprob_starts=prompt_starts,
     )
+
+
+def _read_prompt_rows(
+    request: ExecuteModelRequest, num_computed_tokens: Integers, context_lengths: Integers
+) -> tuple[Integers, Integers]:
+    rows = read_column(request, "prompt_logprob_rows")
+    starts = read_column(request, "prompt_logprob_starts", len(rows))
+    _check_range("prompt_logprob_rows", rows, 0, len(context_lengths) - 1)
+    if np.any((starts < num_computed_tokens[rows]) | (starts >= context_lengths[rows])):
+        raise MalformedStep("prompt_logprob_starts", "a start is not among its row's tokens")
+    return rows, starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +189,7 @@ def make_inputs(step: Step, block_size: int, device: torch.device) -> ModelInput
     )
 
 
-def _column(request: ExecuteModelRequest, field: str, length: int | None = None) -> Integers:
+def read_column(request: ExecuteModelRequest | NewRequest, field: str, length: int | None = None) -> Integers:
     data: bytes = getattr(request, field)
     if len(data) % 4 != 0:
         raise MalformedStep(field, f"{len(data)} bytes are no column of int32")
@@ -183,8 +199,13 @@ def _column(request: ExecuteModelRequest, field: str, length: int | None = None)
     return column
 
 
+def check_token_ids(field: str, token_ids: Integers, limits: StepLimits) -> None:
+    """Raises MalformedStep unless all are of the vocabulary."""
+    _check_range(field, token_ids, 0, limits.vocabulary_size - 1)
+
+
 def _pairs(request: ExecuteModelRequest, field: str, from_limit: int, to_limit: int) -> Integers:
-    column = _column(request, field)
+    column = read_column(request, field)
     if len(column) % 2 != 0:
         raise MalformedStep(field, f"{len(column)} entries are no pairs")
     pairs = column.reshape(-1, 2)

@@ -1,7 +1,8 @@
 """One step: swap out, swap in, copy, forward, sample; and what has to be remembered between steps.
 
-That is little: how each live request samples, and the token that each of its sequences sampled last. Everything else
-arrives with every step.
+That is little: how each live request samples, and the token that each of its sequences sampled last; of a request with
+penalties all its tokens, of one that wants its prompt's log-probabilities the prompt. Everything else arrives with
+every step.
 """
 
 import time
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, StepTimings
+from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, NewRequest, StepTimings
+from worker.adjustments import TokenHistory
 from worker.cache_engine import CacheEngine
 from worker.inputs import (
     LAST_SAMPLED,
@@ -21,18 +23,28 @@ from worker.inputs import (
     ModelInputs,
     Step,
     StepLimits,
+    check_token_ids,
     make_inputs,
+    read_column,
     read_step,
 )
-from worker.models.llama import LlamaForCausalLM
+from worker.logprobs import TokenLogprobs, prompt_logprobs
+from worker.models.model import Model
 from worker.sampler import Sample, SampledTokens, SamplingParameters, draw_tokens
 
 
 @dataclass(slots=True)
 class _Request:
-    """A live request: how it samples, and the last token of each of its sequences, by sequence index."""
+    """A live request: how it samples, and the last token of each of its sequences, by sequence index.
+
+    Attributes:
+        prompt_token_ids: empty where nothing depends on them.
+        history: set where something depends on the tokens before.
+    """
 
     parameters: SamplingParameters
+    prompt_token_ids: Integers
+    history: TokenHistory | None
     last_tokens: dict[int, int] = field(default_factory=dict)
 
 
@@ -49,7 +61,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: Model,
         cache: CacheEngine,
         *,
         max_num_batched_tokens: int,
@@ -80,6 +92,7 @@ class ModelRunner:
         step = read_step(request, self.limits)
         self._note_requests(request, step)
         samples = self._samples(step)
+        prompt_targets = self._prompt_targets(step)
         self._fill_in_last_tokens(step)
         inputs = make_inputs(step, self.limits.block_size, self._device)
         swap_ms = self._swap_blocks(step)
@@ -94,6 +107,8 @@ class ModelRunner:
         response = ExecuteModelResponse(step_id=request.step_id, epoch=request.epoch)
         if hidden is not None and samples:
             self._answer(response, step, draw_tokens(self._logits(hidden, step, inputs), samples))
+        if hidden is not None and prompt_targets:
+            response.prompt_logprobs.CopyFrom(self._prompt_logprobs(hidden, step, prompt_targets).to_columns())
         times = (begun, prepared, forwarded, time.perf_counter())
         prepare_ms, forward_ms, sample_ms = (1e3 * (end - start) for start, end in pairwise(times))
         response.timings.CopyFrom(
@@ -110,7 +125,28 @@ class ModelRunner:
                 parameters = SamplingParameters.from_message(new.sampling, self.limits.vocabulary_size)
             except ValueError as error:
                 raise MalformedStep("new_requests.sampling", f"request {new.request_id}: {error}") from error
-            self._requests[new.request_id] = _Request(parameters)
+            self._requests[new.request_id] = self._read_new(new, parameters)
+
+    def _read_new(self, new: NewRequest, parameters: SamplingParameters) -> _Request:
+        prompt = read_column(new, "prompt_token_ids")
+        if parameters.num_prompt_logprobs is not None or parameters.penalizes:
+            check_token_ids("new_requests.prompt_token_ids", prompt, self.limits)
+            if len(prompt) != parameters.num_prompt_tokens:
+                message = (
+                    f"request {new.request_id}: {len(prompt)} tokens; its prompt has {parameters.num_prompt_tokens}"
+                )
+                raise MalformedStep("new_requests.prompt_token_ids", message)
+        if not parameters.penalizes:
+            return _Request(parameters, prompt, None)
+        history = TokenHistory(prompt)
+        indexes, counts = read_column(new, "output_sequence_indexes"), read_column(new, "output_counts")
+        token_ids = read_column(new, "output_token_ids")
+        if len(indexes) != len(counts) or counts.sum() != len(token_ids) or np.any(counts < 0):
+            raise MalformedStep("new_requests.output_counts", "do not fit the other columns")
+        check_token_ids("new_requests.output_token_ids", token_ids, self.limits)
+        for index, output in zip(indexes.tolist(), np.split(token_ids, np.cumsum(counts)[:-1]), strict=False):
+            history.note(index, len(prompt), output)
+        return _Request(parameters, prompt, history)
 
     def _samples(self, step: Step) -> list[Sample]:
         """What is to be drawn from the logits of each sample row."""
@@ -124,8 +160,26 @@ class ModelRunner:
             live = self._requests.get(request_id)
             if live is None:
                 raise MalformedStep("request_ids", f"{request_id} was never among new_requests, or is finished")
-            samples.append(Sample(live.parameters, sequence_index, position))
+            if live.history is not None and live.history.output(sequence_index, position) is None:
+                name = f"sequence {sequence_index} of request {request_id}"
+                raise MalformedStep(
+                    "new_requests.output_token_ids", f"the output of {name} has a gap before {position}"
+                )
+            samples.append(Sample(live.parameters, sequence_index, position, live.history))
         return samples
+
+    def _prompt_targets(self, step: Step) -> list[tuple[Integers, int]]:
+        """Of each row that tells of prompt tokens: which these are, and how many others each comes with."""
+        targets = []
+        for row, start in zip(step.prompt_logprob_rows.tolist(), step.prompt_logprob_starts.tolist(), strict=True):
+            live = self._requests.get(int(step.request_ids[row]))
+            if live is None or live.parameters.num_prompt_logprobs is None:
+                raise MalformedStep("prompt_logprob_rows", f"{row} is of a request that did not ask")
+            told = live.prompt_token_ids[start + 1 : step.context_lengths[row] + 1]
+            if len(told) == 0:
+                raise MalformedStep("prompt_logprob_starts", f"{start} is behind the prompt's last token but one")
+            targets.append((told, live.parameters.num_prompt_logprobs))
+        return targets
 
     def _fill_in_last_tokens(self, step: Step) -> None:
         """Puts the token that a sequence sampled last in place of each `LAST_SAMPLED`."""
@@ -166,17 +220,33 @@ class ModelRunner:
             return logits
         return logits[torch.from_numpy(of_sample).to(self._device)]
 
+    def _prompt_logprobs(self, hidden: Tensor, step: Step, targets: list[tuple[Integers, int]]) -> TokenLogprobs:
+        firsts = step.prompt_logprob_starts - step.num_computed_tokens[step.prompt_logprob_rows]
+        firsts += step.query_starts[step.prompt_logprob_rows]
+        # Slices, or a copy where there are several: of hidden states, which are small beside logits.
+        states = [hidden[first : first + len(told)] for first, (told, _) in zip(firsts.tolist(), targets, strict=True)]
+        return prompt_logprobs(
+            self._model.head,
+            self.limits.vocabulary_size,
+            states[0] if len(states) == 1 else torch.cat(states),
+            torch.from_numpy(np.concatenate([told for told, _ in targets]).astype(np.int64)).to(self._device),
+            [count for told, count in targets for _ in range(len(told))],
+        )
+
     def _answer(self, response: ExecuteModelResponse, step: Step, sampled: SampledTokens) -> None:
         token_ids = sampled.token_ids.cpu().numpy()
         request_ids = step.request_ids[step.sample_rows]
         # A failed sample leaves a token behind too: the next step may be on its way already and ask for it. Candidates
         # leave none: which of them goes on, and as which sequence, only the scheduler knows.
-        for request_id, sequence_index, token_id in zip(
-            request_ids.tolist(), step.sample_sequence_indexes.tolist(), token_ids.tolist(), strict=True
+        columns = (request_ids, step.sample_sequence_indexes, token_ids)
+        for sample, (request_id, sequence_index, token_id) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
         ):
             live = self._requests[request_id]
             if live.parameters.num_candidates == 0:
                 live.last_tokens[sequence_index] = token_id
+            if live.history is not None:
+                live.history.note(sequence_index, int(step.context_lengths[step.sample_rows[sample]]), token_id)
         response.token_ids = token_ids.astype(np.int32).tobytes()
         response.logprobs = sampled.logprobs.cpu().numpy().tobytes()
         response.failed_samples = np.flatnonzero(sampled.failed.cpu().numpy()).astype(np.int32).tobytes()
@@ -184,6 +254,8 @@ class ModelRunner:
             candidate_ids = sampled.candidates.token_ids.cpu().numpy()
             response.candidate_token_ids = candidate_ids.astype(np.int32).tobytes()
             response.candidate_logprobs = sampled.candidates.logprobs.cpu().numpy().tobytes()
+        if sampled.top_logprobs is not None:
+            response.top_logprobs.CopyFrom(sampled.top_logprobs.to_columns())
 
 
 def _tensor(pairs: Integers) -> Tensor:

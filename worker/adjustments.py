@@ -1,0 +1,127 @@
+"""What changes a row's logits before a token is drawn: biases of tokens, and penalties for tokens seen before.
+
+In this order, as transformers and vLLM have it: `logit_bias`; `repetition_penalty` over prompt and output, which
+divides positive logits and multiplies negative ones (CTRL: Keskar et al. 2019, arXiv:1909.05858); `presence_penalty`
+and `frequency_penalty` over the output, which are subtracted once and per occurrence (OpenAI's rule).
+
+Only the cells of tokens that are biased or seen are touched, those of all rows together.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+TokenIds = npt.NDArray[np.int64]
+
+_NO_TOKENS: TokenIds = np.empty(0, dtype=np.int64)
+
+
+class TokenHistory:
+    """The tokens of one request's sequences, noted by position: one that is sampled again takes its own place again.
+
+    So it does not matter whether the scheduler took what a step sampled, or lost it to a preemption.
+
+    Args:
+        prompt_token_ids: any integers.
+    """
+
+    def __init__(self, prompt_token_ids: npt.NDArray[np.integer]) -> None:
+        self.unique_prompt: TokenIds = np.unique(prompt_token_ids).astype(np.int64)
+        self._num_prompt_tokens = len(prompt_token_ids)
+        # By sequence index: room for the output, and how much of it has been filled.
+        self._outputs: dict[int, TokenIds] = {}
+        self._num_known: dict[int, int] = {}
+
+    def note(self, sequence_index: int, position: int, token_ids: npt.NDArray[np.integer] | int) -> None:
+        """Tokens of a sequence from `position` on, which counts from the prompt's first token."""
+        start = position - self._num_prompt_tokens
+        end = start + np.size(token_ids)
+        room = self._outputs.get(sequence_index, _NO_TOKENS)
+        if end > len(room):
+            grown = np.empty(max(16, 2 * end), dtype=np.int64)
+            grown[: len(room)] = room
+            self._outputs[sequence_index] = room = grown
+        room[start:end] = token_ids
+        self._num_known[sequence_index] = max(end, self._num_known.get(sequence_index, 0))
+
+    def output(self, sequence_index: int, position: int) -> TokenIds | None:
+        """The output of a sequence before `position`; None where not all of it is known."""
+        num_tokens = position - self._num_prompt_tokens
+        if not 0 <= num_tokens <= self._num_known.get(sequence_index, 0):
+            return None
+        return self._outputs.get(sequence_index, _NO_TOKENS)[:num_tokens]
+
+
+def add_biases(
+    logits: Tensor, rows: Sequence[int], token_ids: Sequence[Sequence[int]], biases: Sequence[Sequence[float]]
+) -> None:
+    """Adds to the logits of each row's tokens; in place.
+
+    Args:
+        logits: [num_rows, vocabulary_size] float32.
+        rows: [R] those with biases.
+        token_ids: [R]: of each, none of which stands twice.
+        biases: like `token_ids`.
+    """
+    columns = [np.array(ids, dtype=np.int64) for ids in token_ids]
+    cells = _cells(rows, columns, logits.device)
+    added = torch.from_numpy(np.concatenate([np.array(row, dtype=np.float32) for row in biases])).to(logits.device)
+    logits[cells] = logits[cells] + added
+
+
+def penalize_repetition(
+    logits: Tensor, rows: Sequence[int], token_ids: Sequence[TokenIds], penalties: Sequence[float]
+) -> None:
+    """Divides positive logits of tokens seen, and multiplies negative ones; in place.
+
+    Args:
+        logits: [num_rows, vocabulary_size] float32.
+        rows: [R] those with a penalty.
+        token_ids: [R]: seen by each; how often one stands there does not matter.
+        penalties: [R].
+    """
+    cells = _cells(rows, token_ids, logits.device)
+    factors = _spread(penalties, token_ids, logits.device)
+    values = logits[cells]  # read before any is written: a token that stands twice is penalized once
+    penalized = torch.where(values > 0, values / factors, values * factors)
+    # Of what is finite no penalty makes infinities, which no token could be drawn from.
+    limit = torch.finfo(torch.float32).max
+    logits[cells] = penalized.clamp_(-limit, limit)
+
+
+def penalize_occurrences(
+    logits: Tensor,
+    rows: Sequence[int],
+    token_ids: Sequence[TokenIds],
+    presence_penalties: Sequence[float],
+    frequency_penalties: Sequence[float],
+) -> None:
+    """Subtracts from the logits of tokens once, and per occurrence; in place.
+
+    Args:
+        logits: [num_rows, vocabulary_size] float32.
+        rows: [R] those with a penalty.
+        token_ids: [R]: the output of each, as often as they stand there.
+        presence_penalties: [R].
+        frequency_penalties: [R].
+    """
+    cells = _cells(rows, token_ids, logits.device)
+    logits[cells] = logits[cells] - _spread(presence_penalties, token_ids, logits.device)
+    # The summands of one cell are equal, so their order does not matter.
+    logits.index_put_(cells, -_spread(frequency_penalties, token_ids, logits.device), accumulate=True)
+
+
+def _cells(rows: Sequence[int], token_ids: Sequence[TokenIds], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row and column of each token's logit."""
+    lengths = [len(ids) for ids in token_ids]
+    row_of_each = torch.from_numpy(np.repeat(np.array(rows, dtype=np.int64), lengths))
+    return row_of_each.to(device), torch.from_numpy(np.concatenate(token_ids)).to(device)
+
+
+def _spread(values: Sequence[float], token_ids: Sequence[TokenIds], device: torch.device) -> Tensor:
+    """Each row's value at each of its tokens, float32."""
+    spread = np.repeat(np.array(values, dtype=np.float32), [len(ids) for ids in token_ids])
+    return torch.from_numpy(spread).to(device)
