@@ -6,8 +6,8 @@
 #                        ├── router, scheduler
 #                        └── worker-libraries ── worker
 #
-# A change of our source rebuilds the wheel and one small layer of each image; torch stays where it is. A compiler, once
-# the wheel needs one, belongs into the stage `wheel` and reaches no image.
+# A change of our source rebuilds the wheel and one small layer of each image; torch stays where it is. The compiler of
+# the CPU kernels is in the stage `wheel` and reaches no image.
 
 # Any image that has Python >= 3.11 with venv and pip as `python3`, and useradd.
 ARG PYTHON_IMAGE=python:3.11-slim
@@ -40,6 +40,9 @@ RUN pip install -r /requirements/services.txt
 # Generated stubs refuse to load under a grpcio older than the grpcio-tools that made them. The constraint keeps the two
 # in step even when the layer below is months old.
 FROM services AS wheel
+# Whichever version the base image's release has: nothing of it stays.
+# hadolint ignore=DL3008,DL3009
+RUN command -v g++ || { apt-get update && apt-get install --yes --no-install-recommends g++; }
 COPY --from=requirements /requirements/build.txt /requirements/
 RUN pip freeze > /requirements/installed.txt \
     && python3 -m venv --without-pip /build \

@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PROTOS := $(shell find protos -name '*.proto')
+KERNELS := $(wildcard kernels/csrc/*) kernels/build.py
 
-.PHONY: demo test up protos lint format compose-test soak clean
+.PHONY: demo test up protos lint format compose-test soak test-gpu bench-scheduler bench-kv-memory bench-gpu clean
 
 # The main job on a bare machine: the real model through the real three processes, once.
 demo: .venv/installed
@@ -22,6 +23,22 @@ lint: .venv/installed
 soak: .venv/installed
 	PAGEWIRE_SOAK_WALKS=$${PAGEWIRE_SOAK_WALKS:-100000} $(BIN)/pytest --timeout=0 tests/test_scheduler_properties.py
 
+# Time of the scheduler core and tokens/s of the whole control plane, with a worker that answers at once.
+bench-scheduler: .venv/installed
+	$(BIN)/python -m bench.scheduler_speed
+
+# What share of the KV memory holds tokens, and what sharing saves; FIGURE=out.svg draws it.
+bench-kv-memory: .venv/installed
+	$(if $(FIGURE),$(BIN)/pip install --disable-pip-version-check --quiet --editable '.[bench]')
+	$(BIN)/python -m bench.kv_memory $(if $(FIGURE),--figure $(FIGURE))
+
+# The kernels on a GPU, where there is one; elsewhere each test says that it was skipped.
+test-gpu: .venv/installed
+	$(BIN)/pytest -rs -m gpu
+
+bench-gpu: .venv/installed
+	$(BIN)/python -m bench.gpu
+
 up: .venv/installed
 	@$(BIN)/pagewire up
 
@@ -36,7 +53,7 @@ format: .venv/installed
 compose-test: .venv/installed
 	$(BIN)/python deploy/compose_test.py
 
-.venv/installed: pyproject.toml hatch_build.py $(PROTOS)
+.venv/installed: pyproject.toml hatch_build.py $(PROTOS) $(KERNELS)
 	@echo "setting up .venv (a minute or two the first time)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check torch==2.13.0
@@ -44,5 +61,5 @@ compose-test: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv build dist kernels/*.so
 	find . -name __pycache__ -o -name '*_pb2*.py*' | xargs rm -rf

@@ -1,8 +1,9 @@
-"""The build hook: generates the gRPC stubs into `protos/` on every install, editable ones too.
+"""The build hook: generates the gRPC stubs into `protos/` and compiles the CPU kernels into `kernels/`.
 
-`python hatch_build.py` does the same by hand (`make protos`).
+On every install, editable ones too. `python hatch_build.py` does the same by hand (`make protos`).
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -23,19 +24,49 @@ def generate_stubs() -> None:
         raise RuntimeError("protoc failed; its message stands above")
 
 
+def build_kernels() -> bool:
+    """Compiles `kernels/csrc/`, unless nothing has changed since it was last done; whether there is a library now.
+
+    Nothing fails without a compiler: router, scheduler and GPUs need none of it, and on a CPU the worker then runs the
+    slower torch reference, and says so in its log.
+    """
+    # By its path: a build has no package `kernels` on its path.
+    spec = importlib.util.spec_from_file_location("kernels_build", ROOT / "kernels" / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    builder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(builder)
+    try:
+        print(f"CPU kernels: {builder.build()}", file=sys.stderr)
+    except builder.BuildError as problem:
+        print(f"warning: the CPU kernels are not built, so a worker on a CPU will be slow: {problem}", file=sys.stderr)
+        return False
+    return True
+
+
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 except ImportError:  # run by hand, outside a build
     pass
 else:
 
-    class StubsHook(BuildHookInterface):
+    class GeneratedFilesHook(BuildHookInterface):
         """Runs before hatchling collects files."""
 
         def initialize(self, version: str, build_data: dict) -> None:
-            """Generates the stubs for every kind of build."""
+            """Generates the stubs for every kind of build, and the kernels for all but a source distribution."""
             generate_stubs()
+            if self.target_name == "wheel" and build_kernels():
+                # The library belongs to this kind of machine, but to no version of Python: it does not use its API.
+                build_data["pure_python"] = False
+                build_data["tag"] = f"py3-none-{_platform_tag()}"
+
+    def _platform_tag() -> str:
+        import sysconfig
+
+        return sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
 if __name__ == "__main__":
-    sys.exit(generate_stubs())
+    generate_stubs()
+    build_kernels()

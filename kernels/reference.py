@@ -49,6 +49,8 @@ def paged_attention(
     query_starts: Tensor,
     context_lengths: Tensor,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of ragged queries over the paged cache: decode rows and prefill chunks, mixed in one batch.
 
@@ -65,11 +67,17 @@ def paged_attention(
         query_starts: [num_rows + 1] int32 or int64, from 0 to num_tokens.
         context_lengths: [num_rows] int32 or int64, each at least the row's number of queries.
         scale: factor of the scores before the softmax.
+        window: how many tokens a query sees, its own among them; None: all before it (Mistral: Jiang et al. 2023,
+            arXiv:2310.06825).
+        softcap: scores become softcap * tanh(score / softcap) before the softmax; None: they stay (Gemma 2: Gemma Team
+            2024, arXiv:2408.00118).
 
     Returns:
         [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
     """
     _check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
+    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
+        raise ValueError(f"window {window} and softcap {softcap} are to be positive, or None")
     starts, lengths = query_starts.tolist(), context_lengths.tolist()
     if starts[-1] != q.shape[0]:
         raise ValueError(f"query_starts ends at {starts[-1]}, but q holds {q.shape[0]} tokens")
@@ -86,18 +94,20 @@ def paged_attention(
             decode_rows.append(row)
             continue
         table = block_tables[row, : -(-length // block_size)]
-        out[start:end] = _attend_chunk(q[start:end], k_cache, v_cache, table, length, scale)
+        out[start:end] = _attend_chunk(q[start:end], k_cache, v_cache, table, length, scale, window, softcap)
 
     for group in _of_similar_length(decode_rows, lengths):
         longest = lengths[group[0]]
         num_blocks = -(-longest // block_size)
         if len(group) == len(lengths):  # the whole batch, as it stands: nothing to pick out or to put back
             tables = block_tables[:, :num_blocks]
-            return _attend_decode(q, k_cache, v_cache, tables, context_lengths, longest, scale)
+            return _attend_decode(q, k_cache, v_cache, tables, context_lengths, longest, scale, window, softcap)
         rows = torch.tensor(group, device=q.device)
         tokens = query_starts[rows].long()
         tables = block_tables[rows, :num_blocks]
-        out[tokens] = _attend_decode(q[tokens], k_cache, v_cache, tables, context_lengths[rows], longest, scale)
+        out[tokens] = _attend_decode(
+            q[tokens], k_cache, v_cache, tables, context_lengths[rows], longest, scale, window, softcap
+        )
     return out
 
 
@@ -109,6 +119,8 @@ def _attend_decode(
     context_lengths: Tensor,
     longest: int,
     scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """One query per row, all rows at once; q: [num_rows, num_heads, head_dim]."""
     num_rows, _, head_dim = q.shape
@@ -120,14 +132,25 @@ def _attend_decode(
     )  # [R, Hkv, L, D]
     # The query heads of one K/V head stand where SDPA expects the queries of one head: its K and V are read once.
     grouped = q.view(num_rows, num_kv_heads, -1, head_dim)  # [R, Hkv, G, D]
-    mask = None
-    if num_rows > 1:
-        mask = (torch.arange(longest, device=q.device) < context_lengths[:, None])[:, None, None]  # [R, 1, 1, L]
-    return scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
+    seen = None
+    if num_rows > 1 or window is not None:
+        positions = torch.arange(longest, device=q.device)
+        seen = positions < context_lengths[:, None]  # [R, L]
+        if window is not None:
+            seen &= positions >= context_lengths[:, None] - window
+        seen = seen[:, None, None]  # [R, 1, 1, L]
+    return _weigh(grouped, k, v, seen, scale, softcap).reshape(q.shape)
 
 
 def _attend_chunk(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_length: int, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_length: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """The queries of one row, [num_queries, num_heads, head_dim], which are the last ones of its context."""
     num_queries, num_heads, head_dim = q.shape
@@ -141,13 +164,26 @@ def _attend_chunk(
         for cache in (k_cache, v_cache)
     )  # [Hkv, G, L, D], not copied for each of the G
     grouped = q.view(num_queries, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, Q, D]
-    if num_queries == context_length:
+    if num_queries == context_length and window is None and softcap is None:
         out = scaled_dot_product_attention(grouped, k, v, is_causal=True, scale=scale)
     else:
         positions = torch.arange(context_length, device=q.device)
         seen = positions <= positions[-num_queries:, None]  # [Q, L]
-        out = scaled_dot_product_attention(grouped, k, v, attn_mask=seen, scale=scale)
+        if window is not None:
+            seen &= positions > positions[-num_queries:, None] - window
+        out = _weigh(grouped, k, v, seen, scale, softcap)
     return out.permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def _weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """Attention where `seen`, by SDPA; the scores are written out, in float32, only where they are to be capped."""
+    if softcap is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    scores = (q.float() * scale) @ k.float().transpose(-1, -2)
+    scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if seen is not None:
+        scores = scores.masked_fill_(~seen, -torch.inf)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
 
 
 def _of_similar_length(rows: list[int], lengths: Sequence[int]) -> list[list[int]]:
@@ -263,6 +299,32 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     rotated_first = torch.addcmul(first * cos, second, sin, value=-1)
     second.mul_(cos).addcmul_(first, sin)
     first.copy_(rotated_first)
+
+
+def rotate_and_cache(
+    heads: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> Tensor:
+    """Splits a fused projection: rotates queries and keys in place, and writes keys and values into their slots.
+
+    Args:
+        heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: each token's queries, keys and values.
+        cos: [num_tokens, head_dim / 2], as in `rotary_embedding`.
+        sin: like `cos`.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], written in place.
+        v_cache: like `k_cache`.
+        slot_mapping: as in `reshape_and_cache`.
+
+    Returns:
+        The rotated queries, [num_tokens, num_heads, head_dim]: a view of `heads`.
+    """
+    num_kv_heads = k_cache.shape[2]
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    if num_heads < 1:
+        raise ValueError(f"heads {_form(heads)} hold no queries beside {num_kv_heads} K/V heads")
+    rotary_embedding(heads[:, :-num_kv_heads], cos, sin)  # q and k at once
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
+    return q
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -15,20 +15,21 @@ import torch
 
 from worker.cache_engine import CacheEngine, CacheShape, size_as_told
 from worker.checkpoint import DTYPES, read_config
-from worker.loading import LoadedWorker, load_model, warm_up
+from worker.loading import LoadedWorker, warm_up
 from worker.model_runner import ModelRunner
-from worker.models.llama import LlamaForCausalLM
+from worker.models.model import Model
+from worker.models.registry import load_model
 
 CPU = torch.device("cpu")
 
 
-def load_weights(model_dir: Path, dtype: str = "float32") -> LlamaForCausalLM:
+def load_weights(model_dir: Path, dtype: str = "float32") -> Model:
     """The model of a checkpoint directory, for as many runners as a test wants."""
     return load_model(model_dir, read_config(model_dir), DTYPES[dtype], CPU)
 
 
 def start_runner(
-    model: LlamaForCausalLM,
+    model: Model,
     *,
     num_blocks: int,
     num_cpu_blocks: int = 0,

@@ -18,19 +18,22 @@ def caches(num_blocks, num_kv_heads=1, head_dim=4, dtype=torch.float32):
     return torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
 
 
-def naive_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths, scale):
+def naive_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths, scale, window=None, softcap=None):
     """One query and one head at a time, in float64, from the slots that the tables name."""
     out = torch.empty(q.shape, dtype=torch.float64)
     group_size = q.shape[1] // k_cache.shape[2]
     for row, length in enumerate(context_lengths.tolist()):
         start, end = query_starts[row : row + 2].tolist()
         for token in range(start, end):
-            seen = range(length - (end - token) + 1)
+            past_last = length - (end - token) + 1
+            seen = range(0 if window is None else max(0, past_last - window), past_last)
             slots = [(int(block_tables[row, p // BLOCK_SIZE]), p % BLOCK_SIZE) for p in seen]
             for head in range(q.shape[1]):
                 k = torch.stack([k_cache[block, offset, head // group_size].double() for block, offset in slots])
                 v = torch.stack([v_cache[block, offset, head // group_size].double() for block, offset in slots])
-                out[token, head] = torch.softmax(k @ q[token, head].double() * scale, 0) @ v
+                scores = k @ q[token, head].double() * scale
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                out[token, head] = torch.softmax(scores, 0) @ v
     return out
 
 
@@ -68,6 +71,19 @@ BATCHES = {
 def test_paged_attention_equals_attention_over_the_slots_that_the_tables_name(rows, num_heads, num_kv_heads):
     case = attention_case(rows, num_heads, num_kv_heads)
     torch.testing.assert_close(reference.paged_attention(*case).double(), naive_attention(*case), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("window, softcap", [(1, None), (3, None), (8, 0.5), (1000, None), (None, 0.5)])
+def test_a_query_sees_no_more_than_its_window_and_scores_keep_within_their_cap(rows, window, softcap):
+    case = (*attention_case(rows, num_heads=6, num_kv_heads=2), window, softcap)
+    torch.testing.assert_close(reference.paged_attention(*case).double(), naive_attention(*case), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"softcap": 0.0}])
+def test_a_window_or_cap_of_nothing_is_refused(wrong):
+    with pytest.raises(ValueError, match="positive"):
+        reference.paged_attention(*attention_case([(1, 1)], 1, 1), **wrong)
 
 
 def test_paged_attention_in_bfloat16_stays_close():

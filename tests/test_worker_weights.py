@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from worker_fakes import tiny_checkpoint, tiny_llama, tiny_runner
 
+from kernels.choice import torch_reference
 from worker.checkpoint import (
     ModelError,
     UnsupportedModel,
@@ -69,14 +70,18 @@ def test_weights_are_converted_to_the_wanted_dtype_on_the_way(directory):
 
 def test_a_packed_model_computes_what_the_plain_one_does(tmp_path):
     config = LlamaConfig.from_json(read_config(tiny_checkpoint(tmp_path, attention_bias=True)))
-    model = LlamaForCausalLM(config, dtype=torch.bfloat16, device=CPU)
+    model = LlamaForCausalLM(config, operations=torch_reference(), dtype=torch.bfloat16, device=CPU)
     layer = model.layers[0].attention.qkv
     layer.weight.normal_()
     layer.bias.normal_()
     for num_tokens in (1, 3, 40):
         x = torch.randn(num_tokens, 32).bfloat16()
         plain = torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
-        packed = LlamaForCausalLM(config, dtype=torch.bfloat16, device=CPU).layers[0].attention.qkv
+        packed = (
+            LlamaForCausalLM(config, operations=torch_reference(), dtype=torch.bfloat16, device=CPU)
+            .layers[0]
+            .attention.qkv
+        )
         packed.weight, packed.bias = layer.weight.clone(), layer.bias
         packed.pack()
         torch.testing.assert_close(packed(x).float(), plain, atol=0.1, rtol=0.02)
@@ -156,8 +161,7 @@ def test_a_model_is_a_directory_or_a_name_on_the_hub(directory, monkeypatch):
     "changes, complaint",
     [
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
-        ({"quantization_config": {"bits": 4}}, "quantized checkpoints"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional'"),
     ],
 )
 def test_what_is_not_built_is_refused_in_words(directory, changes, complaint):

@@ -4,11 +4,10 @@ import logging
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
+from kernels.cpu import pin_threads
 from protos.columns import pack
 from protos.sampling_pb2 import Sampling
 from protos.worker_pb2 import ExecuteModelRequest, GetInfoResponse, NewRequest
@@ -25,7 +24,6 @@ from worker.cache_engine import (
 from worker.checkpoint import (
     DTYPES,
     ModelError,
-    UnsupportedModel,
     checkpoint_dtype,
     checkpoint_name,
     find_checkpoint,
@@ -34,10 +32,9 @@ from worker.checkpoint import (
 from worker.config import WorkerSettings
 from worker.inputs import StepLimits
 from worker.model_runner import ModelRunner
-from worker.models.llama import LlamaConfig, LlamaForCausalLM
-from worker.weights import load_weights
+from worker.models.model import Model
+from worker.models.registry import load_model
 
-_ARCHITECTURES = {"LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM)}
 # Samples of the step that a GPU's cache is sized beside: their logits are its largest tensor.
 _PROFILED_SAMPLES = 256
 
@@ -69,9 +66,24 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
     directory = find_checkpoint(settings.model)
     config = read_config(directory)
     dtype = checkpoint_dtype(config) if settings.dtype == "auto" else DTYPES[settings.dtype]
+    if device.type == "cpu":
+        log.info("threads", extra={"count": torch.get_num_threads(), "bound_to_cores": pin_threads()})
     clock.log("model found", directory=str(directory), dtype=_name(dtype), device=str(device))
 
-    model = load_model(directory, config, dtype, device)
+    model = load_model(
+        directory,
+        config,
+        dtype,
+        device,
+        block_size=settings.block_size,
+        context_length=settings.max_model_len,
+    )
+    operations = model.operations
+    log.log(
+        logging.WARNING if operations.note else logging.INFO,
+        "kernels: %s",
+        f"{operations.name}, since {operations.note}" if operations.note else operations.name,
+    )
     context_length = settings.max_model_len or model.config.context_length
     if context_length > model.config.context_length:
         raise ModelError(
@@ -151,28 +163,8 @@ def _choose_device(settings: WorkerSettings) -> torch.device:
     return torch.device(settings.device)
 
 
-def load_model(directory: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
-    """The model with its weights, packed for the device.
-
-    Raises:
-        ModelError: the architecture is not built, or `config` or the weights do not fit it.
-    """
-    architecture = (config.get("architectures") or ["no architecture"])[0]
-    if architecture not in _ARCHITECTURES:
-        raise UnsupportedModel(f"{architecture} is not supported, only {', '.join(_ARCHITECTURES)}")
-    make_config, make_model = _ARCHITECTURES[architecture]
-    try:
-        numbers = make_config.from_json(config)
-    except KeyError as error:
-        raise ModelError(f"{directory / 'config.json'} lacks {error}") from error
-    model = make_model(numbers, dtype=dtype, device=device)
-    load_weights(directory, model.checkpoint_tensors(), model.leaves_out)
-    model.pack()
-    return model
-
-
 def _choose_cache_size(
-    settings: WorkerSettings, model: LlamaForCausalLM, shape: CacheShape, context_length: int, device: torch.device
+    settings: WorkerSettings, model: Model, shape: CacheShape, context_length: int, device: torch.device
 ) -> CacheSize:
     told = size_as_told(shape, settings.num_blocks, settings.kv_cache_bytes)
     if told is not None:
@@ -184,7 +176,7 @@ def _choose_cache_size(
 
 
 def _profile(
-    settings: WorkerSettings, model: LlamaForCausalLM, shape: CacheShape, context_length: int, device: torch.device
+    settings: WorkerSettings, model: Model, shape: CacheShape, context_length: int, device: torch.device
 ) -> tuple[int, int]:
     """Bytes that the GPU has, and that were taken, by all processes, when the largest step had just been run."""
     tokens_per_row = min(context_length, settings.max_num_batched_tokens)

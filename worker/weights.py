@@ -12,13 +12,19 @@ from worker.checkpoint import ModelError
 _INDEX = "model.safetensors.index.json"
 
 
-def load_weights(directory: Path, tensors: Mapping[str, Tensor], leaves_out: Callable[[str], bool]) -> None:
+def load_weights(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    leaves_out: Callable[[str], bool],
+    one_name: Callable[[str], str] = str,
+) -> None:
     """Fills every tensor of `tensors`, converting to its dtype on the way; one tensor is in memory twice at a time.
 
     Args:
         directory: of the checkpoint.
         tensors: name in the checkpoint -> where its values go, in place.
         leaves_out: whether a tensor of that name in the checkpoint is of no use to the model.
+        one_name: from the checkpoint's name of a tensor to the one that `tensors` and `leaves_out` know.
 
     Raises:
         ModelError: a tensor is missing, unexpected or of another shape, or a file can not be read.
@@ -28,13 +34,14 @@ def load_weights(directory: Path, tensors: Mapping[str, Tensor], leaves_out: Cal
     for path in _weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+                for stored_name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+                    name = one_name(stored_name)
                     if leaves_out(name):
                         continue
                     if name not in missing:
-                        unexpected.append(name)
+                        unexpected.append(stored_name)
                         continue
-                    _fill(missing.pop(name), file.get_tensor(name), name)
+                    _fill(missing.pop(name), file.get_tensor(stored_name), stored_name)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path} can not be read: {error}") from error
     if missing:

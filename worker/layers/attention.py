@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels import reference
+from kernels.choice import Operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +24,72 @@ class AttentionMetadata:
     context_lengths: Tensor
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, layer_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata, scale: float
+def attend_rotated(
+    operations: Operations,
+    heads: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    layer_cache: tuple[Tensor, Tensor],
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
-    """Writes K and V of the step's tokens into the layer's cache, and attends to all that is in it of their sequences.
+    """Rotates queries and keys, writes K and V into the layer's cache, and attends to all of their sequences in it.
 
     Args:
-        q: [num_tokens, num_heads, head_dim].
-        k: [num_tokens, num_kv_heads, head_dim].
-        v: like `k`.
+        operations: to do it with; those that every other access to the cache goes through.
+        heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], each token's queries, keys and values; overwritten.
+        rotation: cosines and sines of each token's position, [num_tokens, head_dim / 2] each.
         layer_cache: K and V cache of this layer, [num_blocks, block_size, num_kv_heads, head_dim] each.
         metadata: of this step.
         scale: factor of the scores before the softmax.
+        window: how many tokens a query sees, its own among them; None: all before it.
 
     Returns:
         [num_tokens, num_heads, head_dim].
     """
-    k_cache, v_cache = layer_cache
-    reference.reshape_and_cache(k, v, k_cache, v_cache, metadata.slot_mapping)
-    return reference.paged_attention(
-        q, k_cache, v_cache, metadata.block_tables, metadata.query_starts, metadata.context_lengths, scale
-    )
+    q = operations.rotate_and_cache(heads, *rotation, *layer_cache, metadata.slot_mapping)
+    return _attend_cached(operations, q, layer_cache, metadata, scale, window, None)
+
+
+def attend(
+    operations: Operations,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_cache: tuple[Tensor, Tensor],
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """As `attend_rotated`, for queries and keys that are as they are to be.
+
+    Args:
+        operations: see there.
+        q: [num_tokens, num_heads, head_dim].
+        k: [num_tokens, num_kv_heads, head_dim].
+        v: like `k`.
+        layer_cache: see there.
+        metadata: see there.
+        scale: see there.
+        window: see there.
+        softcap: what the scores are bounded by; None: nothing.
+
+    Returns:
+        [num_tokens, num_heads, head_dim].
+    """
+    operations.reshape_and_cache(k, v, *layer_cache, metadata.slot_mapping)
+    return _attend_cached(operations, q, layer_cache, metadata, scale, window, softcap)
+
+
+def _attend_cached(
+    operations: Operations,
+    q: Tensor,
+    layer_cache: tuple[Tensor, Tensor],
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    places = (metadata.block_tables, metadata.query_starts, metadata.context_lengths)
+    return operations.paged_attention(q, *layer_cache, *places, scale, window, softcap)

@@ -1,5 +1,7 @@
 """The Llama family, to be read beside its papers: Llama 2 (Touvron et al. 2023, arXiv:2307.09288), Llama 3 (Grattafiori
-et al. 2024, arXiv:2407.21783), SmolLM2 (Allal et al. 2025, arXiv:2502.02737).
+et al. 2024, arXiv:2407.21783), SmolLM2 (Allal et al. 2025, arXiv:2502.02737), and those that followed it: Mistral
+(Jiang et al. 2023, arXiv:2310.06825), Qwen2 (Yang et al. 2024, arXiv:2407.10671), Qwen3 (Yang et al. 2025,
+arXiv:2505.09388).
 
 Hidden states are [num_tokens, hidden_size]: the tokens of all sequences stand in one row, and only attention knows
 where one sequence ends. What differs between members of the family stands in `LlamaConfig`.
@@ -12,13 +14,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels.choice import Operations
 from worker.checkpoint import UnsupportedModel
-from worker.layers.attention import AttentionMetadata, attend
+from worker.layers.attention import AttentionMetadata, attend_rotated
 from worker.layers.embedding import Embedding, Head
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
-from worker.layers.rotary import DefaultRope, LinearRope, Llama3Rope, Rope, RotaryTable
+from worker.layers.rotary import Rope, RotaryTable
+from worker.models.rope_config import longest_context, read_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +38,35 @@ class LlamaConfig:
     norm_epsilon: float
     rope: Rope
     context_length: int
+    windows: tuple[int | None, ...]  # of each layer: how many tokens a query sees; None: all before it
     tied_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    output_bias: bool
     mlp_bias: bool
+    head_norms: bool  # an RMSNorm over each query and key head before the rotation
 
     @classmethod
-    def from_json(cls, config: dict[str, Any]) -> Self:
-        """Reads a config.json of Hugging Face's `LlamaForCausalLM`, with that class's defaults.
+    def from_json(cls, config: dict[str, Any], context_length: int | None = None) -> Self:
+        """Reads a config.json of one of Hugging Face's classes in `_DEFAULTS`, with that class's defaults.
+
+        Args:
+            config: config.json.
+            context_length: the longest context to be served; None, or more than the model can: as long as it was made
+                for.
 
         Raises:
             UnsupportedModel: it asks for what is not built.
         """
+        architecture = (config.get("architectures") or ["LlamaForCausalLM"])[0]
+        config = _DEFAULTS[architecture] | config
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedModel(f"activation {config['hidden_act']!r} is not supported, only silu")
-        if config.get("quantization_config"):
-            raise UnsupportedModel("quantized checkpoints are not supported yet")
         num_heads = config["num_attention_heads"]
+        usual_length, longest = longest_context(config)
+        context_length = min(context_length or usual_length, longest)
+        # Mistral has no biases whatever its config.json says, and Qwen2 has them in q, k and v alone.
+        bias = config.get("attention_bias", False) and architecture != "MistralForCausalLM"
+        is_qwen2 = architecture == "Qwen2ForCausalLM"
         return cls(
             vocabulary_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
@@ -60,42 +76,67 @@ class LlamaConfig:
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
             norm_epsilon=config.get("rms_norm_eps", 1e-6),
-            rope=_read_rope(config),
-            context_length=config.get("max_position_embeddings", 2048),
+            rope=read_rope(config, context_length),
+            context_length=context_length,
+            windows=_read_windows(config, architecture, context_length),
             tied_embeddings=config.get("tie_word_embeddings", False),
-            attention_bias=config.get("attention_bias", False),
-            mlp_bias=config.get("mlp_bias", False),
+            qkv_bias=is_qwen2 or bias,
+            output_bias=bias and not is_qwen2,
+            mlp_bias=config.get("mlp_bias", False) and architecture == "LlamaForCausalLM",
+            head_norms=architecture == "Qwen3ForCausalLM",
         )
 
 
-def _read_rope(config: dict[str, Any]) -> Rope:
-    # transformers 5 keeps everything in rope_parameters; before it, rope_theta stood beside rope_scaling.
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10_000.0))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return DefaultRope(theta)
-    if kind == "linear":
-        return LinearRope(theta, parameters["factor"])
-    if kind == "llama3":
-        return Llama3Rope(
-            theta,
-            factor=parameters["factor"],
-            low_frequency_factor=parameters["low_freq_factor"],
-            high_frequency_factor=parameters["high_freq_factor"],
-            original_context_length=parameters["original_max_position_embeddings"],
-        )
-    raise UnsupportedModel(f"rope type {kind!r} is not supported, only default, linear and llama3")
+# What a config.json of each architecture leaves out where it is as in Hugging Face's class.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "MistralForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+}
+
+
+def _read_windows(config: dict[str, Any], architecture: str, context_length: int) -> tuple[int | None, ...]:
+    """The window of each layer, or None; a window as long as the context is none."""
+    num_layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if window is None or window >= context_length or architecture == "LlamaForCausalLM":
+        return (None,) * num_layers
+    if architecture == "MistralForCausalLM":
+        return (window,) * num_layers
+    if not config.get("use_sliding_window", False):
+        return (None,) * num_layers
+    first_windowed = config.get("max_window_layers", 28)
+    kinds = config.get("layer_types") or [
+        "full_attention" if index < first_windowed else "sliding_attention" for index in range(num_layers)
+    ]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 class LlamaForCausalLM:
-    """The whole model; parameters are uninitialised until the checkpoint's tensors have been copied into them."""
+    """The whole model; parameters are uninitialised until the checkpoint's tensors have been copied into them.
 
-    def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        config: the architecture's numbers.
+        operations: what its layers compute with beside matrix products; they decide how K and V stand in a block.
+        dtype: of the weights and of everything between the layers.
+        device: where the weights are.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, *, operations: Operations, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.config = config
+        self.operations = operations
         self.embedding = Embedding(config.vocabulary_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.norm_epsilon, dtype=dtype, device=device)
+        self.layers = [
+            DecoderLayer(config, window, operations=operations, dtype=dtype, device=device) for window in config.windows
+        ]
+        self.norm = RMSNorm(config.hidden_size, config.norm_epsilon, operations=operations, dtype=dtype, device=device)
         self.head = Head(config.hidden_size, config.vocabulary_size, dtype=dtype, device=device)
         if config.tied_embeddings:
             self.head.tie(self.embedding)
@@ -109,6 +150,10 @@ class LlamaForCausalLM:
         if not self.config.tied_embeddings:
             tensors |= self.head.checkpoint_tensors("")
         return tensors
+
+    def checkpoint_name(self, name: str) -> str:
+        """The one name of a tensor that checkpoints know by several; here each has one."""
+        return name
 
     def leaves_out(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
@@ -150,19 +195,27 @@ class LlamaForCausalLM:
 class DecoderLayer:
     """x += attention(norm(x)); x += mlp(norm(x)), each sum fused with the norm that follows it."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon, dtype=dtype, device=device)
-        self.attention = Attention(config, dtype=dtype, device=device)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon, dtype=dtype, device=device)
-        self.mlp = MLP(config, dtype=dtype, device=device)
+    def __init__(
+        self,
+        config: LlamaConfig,
+        window: int | None,
+        *,
+        operations: Operations,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        size, epsilon = config.hidden_size, config.norm_epsilon
+        self.attention_norm = RMSNorm(size, epsilon, operations=operations, dtype=dtype, device=device)
+        self.attention = Attention(config, window, operations=operations, dtype=dtype, device=device)
+        self.mlp_norm = RMSNorm(size, epsilon, operations=operations, dtype=dtype, device=device)
+        self.mlp = MLP(config, operations=operations, dtype=dtype, device=device)
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         """As the model's, for one layer."""
         return {
             f"{prefix}input_layernorm.weight": self.attention_norm.weight,
             f"{prefix}post_attention_layernorm.weight": self.mlp_norm.weight,
-            **self.attention.qkv.checkpoint_tensors(f"{prefix}self_attn."),
-            **self.attention.output.checkpoint_tensors(f"{prefix}self_attn."),
+            **self.attention.checkpoint_tensors(f"{prefix}self_attn."),
             **self.mlp.gate_up.checkpoint_tensors(f"{prefix}mlp."),
             **self.mlp.down.checkpoint_tensors(f"{prefix}mlp."),
         }
@@ -183,13 +236,35 @@ class DecoderLayer:
 class Attention:
     """Grouped-query attention over the paged cache, with rotary positions."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    def __init__(
+        self,
+        config: LlamaConfig,
+        window: int | None,
+        *,
+        operations: Operations,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._operations = operations
+        self._window = window
+        self._num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        bias = config.attention_bias
-        self.qkv = Linear(config.hidden_size, parts, bias=bias, dtype=dtype, device=device)
-        self.output = Linear(q_size, {"o_proj": config.hidden_size}, bias=bias, dtype=dtype, device=device)
+        self.qkv = Linear(config.hidden_size, parts, bias=config.qkv_bias, dtype=dtype, device=device)
+        output = {"o_proj": config.hidden_size}
+        self.output = Linear(q_size, output, bias=config.output_bias, dtype=dtype, device=device)
+        self.head_norms: dict[str, RMSNorm] = {}
+        if config.head_norms:
+            for name in ("q_norm", "k_norm"):
+                self.head_norms[name] = RMSNorm(
+                    config.head_dim, config.norm_epsilon, operations=operations, dtype=dtype, device=device
+                )
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+        """As the model's, for this part of one layer."""
+        norms = {f"{prefix}{name}.weight": norm.weight for name, norm in self.head_norms.items()}
+        return self.qkv.checkpoint_tensors(prefix) | self.output.checkpoint_tensors(prefix) | norms
 
     def __call__(
         self,
@@ -200,16 +275,26 @@ class Attention:
     ) -> Tensor:
         """Like `x`, [num_tokens, hidden_size]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 * Hkv, D]
-        reference.rotary_embedding(heads[:, : -self.num_kv_heads], *rotation)  # q and k at once
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        attended = attend(q, k, v, layer_cache, metadata, self.head_dim**-0.5)
+        if self.head_norms:
+            self._normalize(heads)
+        scale = self.head_dim**-0.5
+        attended = attend_rotated(self._operations, heads, rotation, layer_cache, metadata, scale, self._window)
         return self.output(attended.flatten(1))
+
+    def _normalize(self, heads: Tensor) -> None:
+        """Qwen3's norms over each head of q and k, in place; heads: [T, Hq + 2 * Hkv, D]."""
+        q, k = heads[:, : -2 * self._num_kv_heads], heads[:, -2 * self._num_kv_heads : -self._num_kv_heads]
+        for part, norm in zip((q, k), self.head_norms.values(), strict=True):
+            part.copy_(norm(part.contiguous()))
 
 
 class MLP:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: LlamaConfig, *, operations: Operations, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._operations = operations
         parts = {"gate_proj": config.mlp_size, "up_proj": config.mlp_size}
         bias = config.mlp_bias
         self.gate_up = Linear(config.hidden_size, parts, bias=bias, dtype=dtype, device=device)
@@ -217,4 +302,4 @@ class MLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Like `x`, [num_tokens, hidden_size]."""
-        return self.down(reference.silu_and_mul(self.gate_up(x)))
+        return self.down(self._operations.silu_and_mul(self.gate_up(x)))

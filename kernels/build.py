@@ -1,0 +1,109 @@
+"""Compiles `csrc/` into one shared library, for the install hook and by hand (`python -m kernels.build`).
+
+It needs no torch, neither to compile against nor to import. One source is compiled once for each instruction-set level
+with that level's flags; which level runs is chosen when the library is loaded, so it may be built on another machine.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+LIBRARY = Path(__file__).parent / "cpu_kernels.so"
+
+_X86_AVX512 = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+# From what runs everywhere to what needs most; a CPU that runs one runs those before it.
+X86_LEVELS: dict[str, tuple[str, ...]] = {
+    "portable": (),
+    "avx2": ("-mavx2", "-mfma"),
+    "avx512": _X86_AVX512,
+    "avx512_bf16": (*_X86_AVX512, "-mavx512bf16"),
+}
+OTHER_LEVELS: dict[str, tuple[str, ...]] = {"portable": ()}
+
+# Sums may not be reordered, so no -ffast-math: a result depends on the level, but on nothing else.
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fno-exceptions", "-fno-rtti", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"),
+)
+
+
+class BuildError(Exception):
+    """There is no library, and why."""
+
+
+def levels() -> dict[str, tuple[str, ...]]:
+    """The levels of this machine's architecture, and the compiler's flags for each."""
+    return X86_LEVELS if platform.machine().lower() in ("x86_64", "amd64") else OTHER_LEVELS
+
+
+def source_digest() -> str:
+    """Stands for all that the library is made of, so that one which was built from something else is known."""
+    digest = hashlib.sha256(repr((_FLAGS, levels())).encode())
+    for path in sorted(SOURCES.glob("*.?pp")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build() -> Path:
+    """Compiles the library, unless the one that is there was built from the same sources.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+    """
+    digest = source_digest()
+    if is_built_from(digest):
+        return LIBRARY
+    compiler = _find_compiler()
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [Path(folder) / f"{name}.o" for name in (*levels(), "library")]
+        commands = [
+            [compiler, *_FLAGS, *flags, f"-DLEVEL={level}", "-c", str(SOURCES / "level.cpp"), "-o", str(target)]
+            for (level, flags), target in zip(levels().items(), objects[:-1], strict=True)
+        ]
+        define = f'-DSOURCE_DIGEST="{digest}"'
+        commands.append([compiler, *_FLAGS, define, "-c", str(SOURCES / "library.cpp"), "-o", str(objects[-1])])
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as pool:
+            list(pool.map(_run, commands))
+        # Beside the old one and then in its place: a process that has that one loaded keeps it.
+        unfinished = LIBRARY.with_name(f".{LIBRARY.name}.{os.getpid()}")
+        try:
+            _run([compiler, "-shared", *map(str, objects), "-o", str(unfinished)])
+            unfinished.replace(LIBRARY)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return LIBRARY
+
+
+def is_built_from(digest: str) -> bool:
+    """Whether the library is there and was built from sources of this digest; without loading it."""
+    return LIBRARY.exists() and digest.encode() in LIBRARY.read_bytes()
+
+
+def _find_compiler() -> str:
+    """The compiler that $CXX names, or else g++ or clang++."""
+    named = os.environ.get("CXX")
+    for name in [named] if named else ["g++", "clang++", "c++"]:
+        if (found := shutil.which(name)) is not None:
+            return found
+    raise BuildError(f"no C++ compiler: {named or 'g++ and clang++'} not found (CXX may name another one)")
+
+
+def _run(command: Iterable[str]) -> None:
+    run = subprocess.run(list(command), capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        raise BuildError(f"{' '.join(command)} failed:\n{run.stderr.strip()}")
+
+
+if __name__ == "__main__":
+    try:
+        print(build())
+    except BuildError as problem:
+        sys.exit(str(problem))

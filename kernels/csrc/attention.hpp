@@ -1,0 +1,208 @@
+// Causal attention of ragged queries over the paged cache: decode rows and prefill chunks alike.
+// PagedAttention: Kwon et al., SOSP'23, arXiv:2309.06180. Softmax in one pass over the context: Milakov & Gimelshein
+// 2018, arXiv:1805.02867, Alg. 3.
+// The split of a context with a merge: flash-decoding, Dao et al. 2023.
+//
+// A tile is some queries of one row with all query heads of one K/V head: for a decode row, one query times the group,
+// so that a block is read once for the group. A context is cut into splits of some blocks; how many depends on the
+// block size alone (`split_tokens`). For each split a tile computes
+//
+//     scores = Q K^T;  m = max;  P = exp(scores - m);  l = sum of P;  part = P V
+//
+// and the parts are merged in order. Whether one thread does so for all splits of a tile as it goes, or several threads
+// compute parts and the last one merges them, changes no bit; nor does it matter how a row's queries were cut into
+// chunks, or what else is in the batch. What a row gets depends on its own queries, its context and the block size.
+//
+// With a window, splits that no query of a tile sees are left out.
+//
+// Nothing behind a row's context is read, but for K columns whose scores are then left out, and the second half of a
+// pair of V whose first is the last token: that counts as zero.
+#pragma once
+
+#include <stdlib.h>
+
+#include "threads.hpp"
+#include "tile.hpp"
+
+namespace {
+
+// A row's share of the work.
+struct RowPlan {
+    int64_t first_item;
+    bool split;             // each split of each tile is an item, or else each tile
+    int64_t first_partial;  // in floats
+    int64_t first_tile;     // of all rows' tiles, each times the K/V heads
+};
+
+struct Job {
+    Attention a;
+    RowPlan* rows;  // and one more, for the ends
+    float* partials;
+    int32_t* splits_left;  // of each tile, for the last one to merge
+    Counter items;
+    bool out_of_memory;
+};
+
+// Does the item; `next` is what this thread does after it, if anything.
+template <class Element>
+void attend(const Job& job, const Item& item, const Item* next, Scratch<Element>& scratch) {
+    const Attention& a = job.a;
+    const RowPlan& plan = job.rows[item.row];
+    const int num_tile_rows = item.num_queries * a.group_size();
+    load_queries<Element>(a, item, scratch.q);
+    const auto follow = [&](int split) {
+        if (split < item.end_split) return list_first_blocks<Element>(a, item, split, scratch.following);
+        return next != nullptr ? list_first_blocks<Element>(a, *next, next->first_split, scratch.following) : 0;
+    };
+
+    if (!plan.split) {
+        clear(scratch.all, num_tile_rows, a.head_dim);
+        for (int split = item.first_split; split < item.end_split; ++split) {
+            attend_split(a, item, split, follow(split + 1), scratch);
+            merge(scratch.all, scratch.part, num_tile_rows, a.head_dim);
+        }
+        return store_output<Element>(a, item, scratch.all);
+    }
+
+    const int num_tiles = a.num_tiles(item.row), num_splits = a.num_splits(item.row);
+    const int64_t tile = (int64_t)item.head * num_tiles + item.tile;
+    const int64_t size = part_size(a, least(a.tile_queries(), a.num_queries(item.row)));
+    float* partials = job.partials + plan.first_partial + tile * num_splits * size;
+    if (item.first_split < item.end_split) {
+        const Part own = scratch.part;
+        scratch.part = part_at(partials + item.first_split * size, num_tile_rows);
+        attend_split(a, item, item.first_split, follow(item.end_split), scratch);
+        scratch.part = own;
+    } else {
+        clear(part_at(partials + item.first_split * size, num_tile_rows), num_tile_rows, a.head_dim);
+    }
+    if (__atomic_sub_fetch(job.splits_left + plan.first_tile + tile, 1, __ATOMIC_ACQ_REL) > 0) return;
+    clear(scratch.all, num_tile_rows, a.head_dim);
+    for (int split = 0; split < num_splits; ++split)
+        merge(scratch.all, part_at(partials + split * size, num_tile_rows), num_tile_rows, a.head_dim);
+    store_output<Element>(a, item, scratch.all);
+}
+
+// Item number `number`, whose row is `row` or a later one.
+Item find_item(const Job& job, int64_t number, int row) {
+    const Attention& a = job.a;
+    while (job.rows[row + 1].first_item <= number) ++row;
+    const int num_tiles = a.num_tiles(row), num_splits = job.rows[row].split ? a.num_splits(row) : 1;
+    const int index = (int)(number - job.rows[row].first_item);
+    Item item;
+    item.row = row;
+    item.head = index / (num_tiles * num_splits);
+    // The last queries see most: they come first, so that no thread is left with them at the end.
+    item.tile = num_tiles - 1 - index / num_splits % num_tiles;
+    item.first_query = item.tile * a.tile_queries();
+    item.num_queries = least(a.tile_queries(), a.num_queries(row) - item.first_query);
+    item.end_token = a.context_lengths[row] - a.num_queries(row) + item.first_query + item.num_queries;
+    item.first_split = a.first_seen(item.end_token - item.num_queries) / a.split_tokens();
+    item.end_split = (item.end_token + a.split_tokens() - 1) / a.split_tokens();
+    if (job.rows[row].split) {
+        const int split = index % num_splits;
+        const bool seen = split >= item.first_split && split < item.end_split;
+        item.first_split = split;
+        item.end_split = seen ? split + 1 : split;
+    }
+    return item;
+}
+
+template <class Element>
+void attend_items(void* data) {
+    Job& job = *static_cast<Job*>(data);
+    const Attention& a = job.a;
+    const int num_tile_rows = a.tile_queries() * a.group_size();
+    const int64_t part_floats = part_size(a, a.tile_queries());
+    Scratch<Element> scratch;
+    scratch.stride = round_up(a.split_tokens(), kWidth);
+
+    const int64_t units = (int64_t)num_tile_rows * a.head_dim / Element::kPerUnit;
+    const int64_t num_scores = (int64_t)num_tile_rows * scratch.stride;
+    float* memory = static_cast<float*>(
+        aligned_alloc(64, (size_t)(units + 2 * num_scores + 2 * part_floats + 16) * sizeof(float) / 64 * 64)
+    );
+    if (memory == nullptr) {
+        __atomic_store_n(&job.out_of_memory, true, __ATOMIC_RELAXED);
+        return;
+    }
+    scratch.scores = memory;
+    scratch.q = reinterpret_cast<uint32_t*>(memory + num_scores);
+    scratch.p = reinterpret_cast<typename Element::Value*>(memory + num_scores + units);
+    scratch.all = part_at(memory + 2 * num_scores + units, num_tile_rows);
+    scratch.part = part_at(memory + 2 * num_scores + units + part_floats, num_tile_rows);
+
+    Item item, next;
+    int64_t number = job.items.take(1);
+    if (number < job.items.count) next = find_item(job, number, 0);
+    while (number < job.items.count) {
+        item = next;
+        number = job.items.take(1);
+        const bool more = number < job.items.count;
+        if (more) next = find_item(job, number, item.row);
+        attend<Element>(job, item, more ? &next : nullptr, scratch);
+    }
+    free(memory);
+}
+
+// The number of a row whose lengths or blocks do not fit; -1 if there is none.
+int find_misfit(const Attention& a, int64_t num_tokens) {
+    for (int row = 0; row < a.num_rows; ++row) {
+        const int64_t queries = (int64_t)a.query_starts[row + 1] - a.query_starts[row];
+        const int64_t context = a.context_lengths[row];
+        if (queries < 1 || queries > context || context > a.table_stride * a.block_size) return row;
+        for (int64_t block = 0; block * a.block_size < context; ++block) {
+            const int32_t id = a.block_tables[row * a.table_stride + block];
+            if (id < 0 || id >= a.num_blocks) return row;
+        }
+    }
+    return a.query_starts[0] == 0 && a.query_starts[a.num_rows] == num_tokens ? -1 : a.num_rows;
+}
+
+// Gives -1, or the number of a row that does not fit (num_rows: query_starts as a whole), or -2 without memory.
+template <class Element>
+int paged_attention(const Attention& a, int64_t num_tokens, const Threads& threads) {
+    const int misfit = find_misfit(a, num_tokens);
+    if (misfit >= 0 || a.num_rows == 0) return misfit;
+    Job job = {a, static_cast<RowPlan*>(malloc(sizeof(RowPlan) * (a.num_rows + 1))), nullptr, nullptr, {0, 0}, false};
+    if (job.rows == nullptr) return -2;
+
+    // -- a row is split when one of its tiles would be a large share of all work
+    int64_t cost = 0;
+    for (int row = 0; row < a.num_rows; ++row)
+        cost += (int64_t)a.num_kv_heads * a.num_queries(row) * a.context_lengths[row];
+    RowPlan plan = {0, false, 0, 0};
+    for (int row = 0; row < a.num_rows; ++row) {
+        const int num_splits = a.num_splits(row);
+        const int64_t num_tiles = (int64_t)a.num_kv_heads * a.num_tiles(row);
+        const int64_t tile_cost = (int64_t)least(a.tile_queries(), a.num_queries(row)) * a.context_lengths[row];
+        plan.split = threads.num_threads > 1 && num_splits > 1 && tile_cost * 4 * threads.num_threads > cost;
+        job.rows[row] = plan;
+        plan.first_item += plan.split ? num_tiles * num_splits : num_tiles;
+        if (plan.split) {
+            const int64_t size = part_size(a, least(a.tile_queries(), a.num_queries(row)));
+            plan.first_partial += num_tiles * num_splits * size;
+            plan.first_tile += num_tiles;
+        }
+    }
+    job.rows[a.num_rows] = plan;
+    job.items.count = plan.first_item;
+    if (plan.first_tile > 0) {
+        const size_t bytes = sizeof(float) * plan.first_partial + sizeof(int32_t) * plan.first_tile;
+        job.partials = static_cast<float*>(malloc(bytes));
+        if (job.partials == nullptr) return free(job.rows), -2;
+        job.splits_left = reinterpret_cast<int32_t*>(job.partials + plan.first_partial);
+        for (int row = 0; row < a.num_rows; ++row)
+            if (job.rows[row].split)
+                for (int64_t tile = job.rows[row].first_tile; tile < job.rows[row + 1].first_tile; ++tile)
+                    job.splits_left[tile] = a.num_splits(row);
+    }
+
+    const bool worthwhile = job.items.count > 1 && cost * a.head_dim > 1 << 14;
+    run_on(threads, worthwhile, attend_items<Element>, &job);
+    free(job.partials);
+    free(job.rows);
+    return job.out_of_memory ? -2 : -1;
+}
+
+}  // namespace

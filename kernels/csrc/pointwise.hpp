@@ -1,0 +1,104 @@
+// What stands between the matrix products: RMSNorm, with the residual's sum before it, and SwiGLU's gate.
+#pragma once
+
+#include "threads.hpp"
+#include "vector.hpp"
+
+namespace {
+
+// Values below which to wake the other threads costs more than they do.
+constexpr int64_t kWorthwhile = 1 << 14;
+
+struct Pointwise {
+    const void* x;   // [num_rows][size], or [num_rows][2 * size] for the gate
+    void* residual;  // [num_rows][size], or null
+    const void* weight;
+    float epsilon;
+    void* out;       // [num_rows][size]
+    int64_t num_rows, size;
+};
+
+struct PointwiseJob {
+    Pointwise a;
+    int64_t step;  // rows at a time
+    Counter rows;
+};
+
+// RMSNorm, Zhang & Sennrich 2019, arXiv:1910.07467; rounded where Hugging Face rounds: the sum, then x / rms(x), then
+// its product with the weight.
+template <class Element>
+ALWAYS_INLINE void normalize_row(const Pointwise& a, int64_t row) {
+    using Value = typename Element::Value;
+    const Value* x = static_cast<const Value*>(a.x) + row * a.size;
+    Value* residual = a.residual == nullptr ? nullptr : static_cast<Value*>(a.residual) + row * a.size;
+    const Value* weight = static_cast<const Value*>(a.weight);
+    Value* out = static_cast<Value*>(a.out) + row * a.size;
+    const int64_t whole = a.size / kWidth * kWidth;
+    Floats squares[4] = {};
+    float rest = 0.0f;
+    for (int64_t i = 0; i < whole; i += kWidth) {
+        Floats value = Element::load(x + i);
+        if (residual != nullptr) {
+            value = Element::rounded(value + Element::load(residual + i));
+            Element::store(residual + i, value);
+        }
+        squares[i / kWidth % 4] += value * value;
+    }
+    for (int64_t i = whole; i < a.size; ++i) {
+        float value = Element::widen(x[i]);
+        if (residual != nullptr) {
+            residual[i] = Element::narrow(value + Element::widen(residual[i]));
+            value = Element::widen(residual[i]);
+        }
+        rest += value * value;
+    }
+    const float mean = (sum_of((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest) / (float)a.size;
+    const float inverse = 1.0f / __builtin_sqrtf(mean + a.epsilon);
+    const Value* from = residual != nullptr ? residual : x;
+    for (int64_t i = 0; i < whole; i += kWidth)
+        Element::store(out + i, Element::rounded(Element::load(from + i) * inverse) * Element::load(weight + i));
+    for (int64_t i = whole; i < a.size; ++i) {
+        const Value normalized = Element::narrow(Element::widen(from[i]) * inverse);
+        out[i] = Element::narrow(Element::widen(normalized) * Element::widen(weight[i]));
+    }
+}
+
+// silu(first half) * second half, Shazeer 2020, arXiv:2002.05202; silu is rounded before the product.
+template <class Element>
+ALWAYS_INLINE void gate_row(const Pointwise& a, int64_t row) {
+    using Value = typename Element::Value;
+    const Value* gate = static_cast<const Value*>(a.x) + row * 2 * a.size;
+    const Value* up = gate + a.size;
+    Value* out = static_cast<Value*>(a.out) + row * a.size;
+    int64_t i = 0;
+    for (; i + kWidth <= a.size; i += kWidth) {
+        const Floats x = Element::load(gate + i);
+        const Floats silu = x / (1.0f + exponential(-x));
+        Element::store(out + i, Element::rounded(silu) * Element::load(up + i));
+    }
+    for (; i < a.size; ++i) {
+        const float x = Element::widen(gate[i]);
+        const float silu = x / (1.0f + exponential(broadcast(-x))[0]);
+        out[i] = Element::narrow(Element::widen(Element::narrow(silu)) * Element::widen(up[i]));
+    }
+}
+
+template <class Element, bool kGate>
+void run_rows(void* data) {
+    PointwiseJob& job = *static_cast<PointwiseJob*>(data);
+    for (int64_t row = job.rows.take(job.step); row < job.rows.count; row = job.rows.take(job.step))
+        for (int64_t i = row; i < row + job.step && i < job.rows.count; ++i)
+            if constexpr (kGate)
+                gate_row<Element>(job.a, i);
+            else
+                normalize_row<Element>(job.a, i);
+}
+
+template <class Element, bool kGate>
+void run_pointwise(const Pointwise& a, const Threads& threads) {
+    const int64_t step = 1 + 4096 / (a.size + 1);
+    PointwiseJob job = {a, step, {0, a.num_rows}};
+    run_on(threads, a.num_rows > step && a.num_rows * a.size > kWorthwhile, run_rows<Element, kGate>, &job);
+}
+
+}  // namespace

@@ -1,0 +1,275 @@
+"""The C++ kernels against their torch twins, over odd shapes, at every level that this CPU runs."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_kernels_reference import BATCHES
+
+from kernels import build, choice, cpu, reference
+
+if not build.LIBRARY.exists():
+    pytest.skip("the C++ kernels are not built: no compiler when this was installed", allow_module_level=True)
+
+LEVELS = cpu.runnable_levels()
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}
+LONG = [(1, 1000), (1, 129), (1, 128), (1, 257), (40, 300), (1, 1), (100, 100), (2, 385)]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=LEVELS)
+def kernels(request):
+    return cpu.CpuKernels(request.param)
+
+
+def misplaced(shape, dtype):
+    """A cache in which every bit is set: what is not written is NaN."""
+    cache = torch.empty(shape, dtype=dtype)
+    cache.view(torch.int16).fill_(-1)
+    return cache
+
+
+class Case:
+    """Rows of (queries, context length) with their K and V written into both implementations' caches."""
+
+    def __init__(self, kernels, rows, *, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32):
+        widths = [-(-context // block_size) for _, context in rows]
+        num_blocks = sum(widths) + 3
+        pool = torch.randperm(num_blocks, dtype=torch.int32)
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        self.caches = misplaced(shape, dtype), misplaced(shape, dtype)
+        self.twin_caches = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        self.tables = torch.zeros(len(rows), max(widths, default=1), dtype=torch.int32)
+        taken, slots = 0, []
+        for row, (width, (_, context)) in enumerate(zip(widths, rows, strict=True)):
+            self.tables[row, :width] = pool[taken : taken + width]
+            taken += width
+            positions = torch.arange(context)
+            slots.append(self.tables[row, positions // block_size].long() * block_size + positions % block_size)
+        slots = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
+        k, v = torch.randn(2, len(slots), num_kv_heads, head_dim).to(dtype)
+        kernels.reshape_and_cache(k, v, *self.caches, slots)
+        reference.reshape_and_cache(k, v, *self.twin_caches, slots)
+        self.starts = torch.tensor([0, *(queries for queries, _ in rows)]).cumsum(0).int()
+        self.contexts = torch.tensor([context for _, context in rows], dtype=torch.int32)
+        self.q = torch.randn(int(self.starts[-1]), num_heads, head_dim).to(dtype)
+        self.scale = head_dim**-0.5
+
+    def ours(self, kernels, q=None, **scores):
+        q = self.q if q is None else q
+        return kernels.paged_attention(q, *self.caches, self.tables, self.starts, self.contexts, self.scale, **scores)
+
+    def twins(self, **scores):
+        places = (self.tables, self.starts, self.contexts)
+        return reference.paged_attention(self.q, *self.twin_caches, *places, self.scale, **scores)
+
+
+def check(kernels, rows, dtype, **shape):
+    case = Case(kernels, rows, dtype=dtype, **shape)
+    torch.testing.assert_close(case.ours(kernels), case.twins(), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(1, 1), (9, 3), (4, 1), (16, 2), (50, 1)])
+def test_attention_is_its_twins_for_every_kind_of_batch_and_group(kernels, rows, num_heads, num_kv_heads, dtype):
+    check(kernels, rows, dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [2, 8, 16, 24, 32, 64, 256])
+@pytest.mark.parametrize("head_dim", [6, 64, 80, 96, 128, 256])
+def test_attention_is_its_twins_for_every_shape_of_block(kernels, head_dim, block_size, dtype):
+    rows = [*BATCHES["mixed"], (1, 200), (70, 90)]
+    check(kernels, rows, dtype, num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=block_size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_is_its_twins_on_contexts_of_several_splits(kernels, dtype):
+    check(kernels, LONG, dtype, num_heads=9, num_kv_heads=3)
+    for row in LONG:
+        check(kernels, [row], dtype, num_heads=9, num_kv_heads=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scores", [{"window": 1}, {"window": 50}, {"window": 200, "softcap": 3.0}, {"softcap": 50.0}])
+def test_windows_and_capped_scores_are_its_twins(kernels, scores, dtype):
+    for rows in (LONG, *([row] for row in LONG)):
+        case = Case(kernels, rows, num_heads=9, num_kv_heads=3, dtype=dtype)
+        torch.testing.assert_close(case.ours(kernels, **scores), case.twins(**scores), **TOLERANCE[dtype])
+    for wrong in ({"window": 0}, {"softcap": -1.0}):
+        with pytest.raises(ValueError, match="positive"):
+            case.ours(kernels, **wrong)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_query_gets_depends_on_nothing_but_its_context(kernels, dtype):
+    """Not on the batch, on how many threads share the context, or on how the prompt was cut into chunks: bit by bit."""
+    case = Case(kernels, LONG, num_heads=9, num_kv_heads=3, dtype=dtype)
+    together = case.ours(kernels)
+    for row, (queries, context) in enumerate(LONG):
+        start = int(case.starts[row])
+        for chunk in {queries, 7, 1}:
+            found = []
+            for first in range(0, queries, chunk):
+                end = min(queries, first + chunk)
+                found.append(
+                    kernels.paged_attention(
+                        case.q[start + first : start + end],
+                        *case.caches,
+                        case.tables[row : row + 1],
+                        torch.tensor([0, end - first], dtype=torch.int32),
+                        torch.tensor([context - queries + end], dtype=torch.int32),
+                        case.scale,
+                    )
+                )
+            assert torch.equal(torch.cat(found), together[start : start + queries]), (row, chunk)
+
+
+def test_attention_takes_queries_out_of_a_fused_projection(kernels):
+    case = Case(kernels, BATCHES["mixed"])
+    fused = torch.randn(case.q.shape[0], 8, case.q.shape[2])
+    fused[:, :4] = case.q
+    out = case.ours(kernels, fused[:, :4])
+    assert torch.equal(out, case.ours(kernels))
+    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("context", [1, 2, 15, 31])
+def test_what_stands_behind_the_context_poisons_nothing(kernels, context, dtype):
+    case = Case(kernels, [(1, context), (min(3, context), context)], dtype=dtype)  # all NaN but what was written
+    assert case.ours(kernels).isfinite().all()
+
+
+def test_a_sequence_that_holds_a_nan_fails_alone(kernels):
+    case = Case(kernels, [(1, 20), (1, 20)])
+    case.q[0, 0, 0] = torch.nan
+    out = case.ours(kernels)
+    assert out[0, 0].isnan().all()
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, head_dim", [(0, 64), (1, 64), (5, 6), (100, 80)])
+def test_rotation_with_the_cache_write_is_its_twins(kernels, num_tokens, head_dim, dtype):
+    num_heads, num_kv_heads = 6, 2
+    shape = (40, 4, num_kv_heads, head_dim)
+    angles = torch.randn(num_tokens, head_dim // 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
+    slots = torch.randperm(160)[:num_tokens]
+    slots[1::3] = -1
+    theirs, caches, twin_caches = (
+        heads.clone(),
+        torch.zeros(2, *shape, dtype=dtype),
+        torch.zeros(2, *shape, dtype=dtype),
+    )
+    q = kernels.rotate_and_cache(heads, cos, sin, *caches, slots)
+    twin_q = reference.rotate_and_cache(theirs, cos, sin, *twin_caches, slots)
+    torch.testing.assert_close(heads, theirs, **TOLERANCE[dtype])
+    torch.testing.assert_close(q, twin_q, **TOLERANCE[dtype])
+    assert q.data_ptr() == heads.data_ptr()
+    unit = cpu.unit_of(dtype)
+    for ours, twin in zip(caches, twin_caches, strict=True):
+        assert sorted(ours.flatten().abs().gt(0).nonzero().shape) == sorted(twin.flatten().abs().gt(0).nonzero().shape)
+    k = caches[0].view(40, num_kv_heads, head_dim // unit, 4, unit).permute(0, 3, 1, 2, 4).reshape(shape)
+    v = caches[1].view(40, num_kv_heads, 4 // unit, head_dim, unit).permute(0, 2, 4, 1, 3).reshape(shape)
+    torch.testing.assert_close(k, twin_caches[0], **TOLERANCE[dtype])
+    assert torch.equal(v, twin_caches[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows, size", [(0, 8), (1, 1), (3, 7), (5, 16), (2, 576), (200, 100)])
+def test_norms_and_gate_are_their_twins(kernels, num_rows, size, dtype):
+    x, residual = (3 * torch.randn(2, num_rows, size)).to(dtype)
+    weight, sum_of_both = torch.randn(size).to(dtype), residual.clone()
+    close = TOLERANCE[dtype] if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), **close)
+    ours, theirs = (f.add_rms_norm(x, r, weight, 1e-5) for f, r in ((kernels, residual), (reference, sum_of_both)))
+    torch.testing.assert_close(ours, theirs, **close)
+    assert torch.equal(residual, sum_of_both)
+    both = torch.cat([10 * x, residual], dim=1)
+    torch.testing.assert_close(kernels.silu_and_mul(both), reference.silu_and_mul(both), **close)
+
+
+def test_extreme_values_pass_through_the_gate(kernels):
+    x = torch.tensor([[-1e4, -100.0, 100.0, 1e4, torch.nan, 1, 1, 1, 1, 1]])
+    torch.testing.assert_close(kernels.silu_and_mul(x), torch.tensor([[0, 0, 100, 1e4, torch.nan]]), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "spoil, complaint",
+    [
+        (lambda c: setattr(c, "q", c.q.double()), "differ in dtype"),
+        (lambda c: setattr(c, "q", c.q[:, :3]), "share 2 K/V heads"),
+        (lambda c: setattr(c, "q", c.q[:-1]), "query_starts ends"),
+        (lambda c: setattr(c, "q", c.q.repeat_interleave(2, 2)[..., ::2]), "side by side"),
+        (lambda c: setattr(c, "tables", c.tables[:1]), "same rows"),
+        (lambda c: setattr(c, "tables", c.tables.long()), "contiguous int32"),
+        (lambda c: setattr(c, "tables", c.tables[:, :1].contiguous()), "row 0 has"),
+        (lambda c: c.tables.fill_(999), "row 0 has"),
+        (lambda c: setattr(c, "caches", (c.caches[0], c.caches[1][1:])), "do not fit"),
+    ],
+)
+def test_attention_refuses_arguments_that_do_not_fit(spoil, complaint):
+    kernels = cpu.CpuKernels()
+    case = Case(kernels, [(1, 19), (2, 2)])
+    spoil(case)
+    with pytest.raises(ValueError, match=complaint):
+        case.ours(kernels)
+
+
+def test_slots_outside_the_cache_are_refused():
+    kernels = cpu.CpuKernels()
+    k, cache = torch.zeros(2, 1, 4), torch.zeros(2, 4, 1, 4)
+    with pytest.raises(ValueError, match="token 1 has slot 8"):
+        kernels.reshape_and_cache(k, k, cache, cache, torch.tensor([0, 8]))
+
+
+def test_the_fastest_kernels_are_chosen_once_and_a_reason_is_given_for_the_reference():
+    device = torch.device("cpu")
+    assert choice.choose(device, torch.bfloat16, head_dim=64, block_size=16).name == f"cpu: C++ {LEVELS[-1]}"
+    odd = choice.choose(device, torch.bfloat16, head_dim=64, block_size=3)
+    assert (odd.name, "pairs" in odd.note) == ("reference", True)
+    half = choice.choose(device, torch.float16, head_dim=64, block_size=16)
+    assert (half.name, "float16" in half.note) == ("reference", True)
+
+
+def test_a_library_that_is_missing_or_older_than_its_sources_is_not_used(tmp_path, monkeypatch):
+    device = torch.device("cpu")
+    monkeypatch.setattr(build, "source_digest", lambda: "0" * 16)
+    assert "older than its sources" in choice.choose(device, torch.float32, head_dim=64, block_size=16).note
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "cpu_kernels.so")
+    assert "was not built" in choice.choose(device, torch.float32, head_dim=64, block_size=16).note
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(build.BuildError, match="no-such-compiler"):
+        build.build()
+
+
+def test_a_level_that_the_cpu_does_not_run_is_refused(monkeypatch):
+    with pytest.raises(cpu.KernelsUnavailable, match="but not sse9"):
+        cpu.CpuKernels("sse9")
+
+
+def test_each_thread_is_bound_to_a_core_of_its_own():
+    """In a process of its own, since what it starts later would be bound as well."""
+    script = """
+import os, torch
+from kernels.cpu import pin_threads
+cores = os.sched_getaffinity(0)
+torch.set_num_threads(len(cores))
+assert pin_threads()
+bound = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+assert all({core} in bound for core in cores), bound
+os.sched_setaffinity(0, cores)
+torch.set_num_threads(len(cores) + 1)
+assert not pin_threads()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=build.SOURCES.parents[1], timeout=60)

@@ -1,0 +1,357 @@
+"""Any causal model of transformers, on our paged cache: its own layers, our attention.
+
+transformers calls the attention that a model's configuration names, and passes on to it what the model was called with
+(`AttentionInterface`, transformers 5). Ours takes the step from there, writes K and V into the layer's cache and
+attends by the same operations as our own models. The tokens of all rows stand in one row, [1, num_tokens]; positions
+are given, so that no layer asks where a sequence begins, and no cache object of transformers is made.
+
+What a model does beside that can not be known from its configuration. So one proves itself when it is loaded: two short
+sequences in one step have to come out as they do by transformers' eager attention, each alone. This is the only module
+that imports transformers, which takes seconds.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils.logging import disable_progress_bar
+
+from kernels.choice import Operations, choose
+from worker.checkpoint import ModelError, UnsupportedModel
+from worker.layers.attention import AttentionMetadata, attend
+
+_ATTENTION = "pagewire"
+# Relative error of the logits, as vectors, at which a model has proved itself; that of other models is near one.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# Tensors that attention may be handed beside q, k and v without meaning another kind of attention.
+_KNOWN_TENSORS = frozenset({"position_ids", "cache_position"})
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GenericNumbers:
+    """The numbers of the architecture that the worker needs; the others are transformers' affair."""
+
+    vocabulary_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, context_length: int | None) -> "GenericNumbers":
+        """Reads a configuration of transformers.
+
+        Args:
+            config: of the text model.
+            context_length: the longest context to be served; None, or more than the model can: as long as it was made
+                for.
+
+        Raises:
+            UnsupportedModel: it does not say what the cache is to be like.
+        """
+        try:
+            num_heads = config.num_attention_heads
+            longest = config.max_position_embeddings
+            return cls(
+                vocabulary_size=config.vocab_size,
+                num_layers=config.num_hidden_layers,
+                num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+                head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+                context_length=min(context_length or longest, longest),
+            )
+        except (AttributeError, TypeError) as error:
+            raise UnsupportedModel(f"its configuration does not give the shape of a KV cache: {error}") from error
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one forward pass attends with; and, for the proof, what each layer asked for.
+
+    Attributes:
+        windows: (layer, window) of each call.
+    """
+
+    operations: Operations
+    layer_caches: Sequence[tuple[Tensor, Tensor]]
+    metadata: AttentionMetadata
+    context_length: int
+    windows: list[tuple[int, int | None]] = field(default_factory=list)
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    pagewire_step: _Step | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' layers call it.
+
+    Args:
+        module: the layer's attention; its `layer_idx` names its cache.
+        query: [1, num_heads, num_tokens, head_dim].
+        key: [1, num_kv_heads, num_tokens, head_dim].
+        value: like `key`.
+        attention_mask: None, since transformers makes none for attention that it does not know.
+        scaling: factor of the scores; None: 1 / sqrt(head_dim).
+        sliding_window: how many tokens a query sees; None: all.
+        softcap: bound of the scores; None: none.
+        pagewire_step: as it was given to the model.
+        others: what else the model was called with, and what other kinds of attention need.
+
+    Returns:
+        [1, num_tokens, num_heads, head_dim], and no weights.
+    """
+    if pagewire_step is None:
+        raise UnsupportedModel("its layers do not pass on what the model was called with")
+    _check_plain(module, key, value, attention_mask, others)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    window = sliding_window if sliding_window and sliding_window < pagewire_step.context_length else None
+    pagewire_step.windows.append((layer, window))
+    layer_cache = pagewire_step.layer_caches[layer]
+    dtype = layer_cache[0].dtype
+    q, k, v = (heads[0].transpose(0, 1).to(dtype).contiguous() for heads in (query, key, value))  # [T, H, D]
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    attended = attend(pagewire_step.operations, q, k, v, layer_cache, pagewire_step.metadata, scale, window, softcap)
+    return attended[None].to(query.dtype), None
+
+
+def _check_plain(
+    module: nn.Module, key: Tensor, value: Tensor, attention_mask: Tensor | None, others: dict[str, Any]
+) -> None:
+    if key.shape != value.shape:
+        sizes = f"its keys are {list(key.shape)} and its values {list(value.shape)}"
+        raise UnsupportedModel(f"{sizes} (latent attention?), but the cache has one size")
+    if attention_mask is not None or not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise UnsupportedModel("its attention is not merely causal")
+    unknown = [name for name, given in others.items() if isinstance(given, Tensor) and name not in _KNOWN_TENSORS]
+    if unknown:
+        raise UnsupportedModel(f"its attention takes {', '.join(unknown)}")
+
+
+AttentionInterface.register(_ATTENTION, _paged_attention)
+
+
+class _Given(nn.Module):
+    """In the place of a model's layers: gives the hidden states that it is given, for the head to score."""
+
+    def forward(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **_: Any) -> Any:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class GenericForCausalLM:
+    """A model of transformers with its weights, as `worker.models.model.Model`.
+
+    Args:
+        whole: the model with its head; its layers are replaced, and kept beside it.
+        layers: what it called for the hidden states.
+        numbers: of its architecture.
+        operations: what its attention computes with.
+    """
+
+    def __init__(
+        self, whole: PreTrainedModel, layers: nn.Module, numbers: GenericNumbers, operations: Operations
+    ) -> None:
+        self.config = numbers
+        self.operations = operations
+        self._whole, self._layers = whole, layers
+        setattr(whole, whole.base_model_prefix, _Given())
+
+    @property
+    def embedding(self) -> Any:
+        """What turns token ids into vectors."""
+        return self._layers.get_input_embeddings()  # type: ignore[operator]
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layer_caches: Sequence[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """See `worker.models.model.Model`."""
+        return self.run(
+            token_ids, positions, _Step(self.operations, layer_caches, metadata, self.config.context_length)
+        )
+
+    def run(self, token_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
+        """The same, by a step that the caller has made."""
+        output = self._layers(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, pagewire_step=step
+        )
+        return output.last_hidden_state[0]  # [T, E]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[num_samples, hidden_size] -> logits [num_samples, vocabulary_size] in float32.
+
+        By the model's own forward, since what it does to the logits (bounds, factors) stands there.
+        """
+        return self._whole(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+
+
+def load_generic(
+    directory: Path, dtype: torch.dtype, device: torch.device, *, block_size: int, context_length: int | None
+) -> GenericForCausalLM:
+    """The model in `directory`, once it has proved itself.
+
+    Args:
+        directory: of the checkpoint.
+        dtype: of weights and KV cache.
+        device: where both are to be.
+        block_size: tokens of a block of the cache that the model will be run on.
+        context_length: the longest context to be served; None: as long as the model was made for.
+
+    Raises:
+        UnsupportedModel: transformers does not know it, or it is more than attention on a paged cache.
+        ModelError: weights are missing.
+    """
+    disable_progress_bar()  # it would write over the log
+    config = _read_config(directory)
+    numbers = GenericNumbers.from_config(config.get_text_config(), context_length)
+    whole = _load(directory, config, dtype)
+    whole.to(device).eval()  # type: ignore[arg-type]
+    _fix_rotation(whole, numbers.context_length)
+    operations = choose(device, dtype, head_dim=numbers.head_dim, block_size=block_size)
+    return _prove(whole, numbers, operations, dtype, device)
+
+
+def _read_config(directory: Path) -> PreTrainedConfig:
+    """The configuration of a model of the kind that runs here, found out before its weights are read."""
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever the code of a hundred architectures raises, it means the same here
+        raise UnsupportedModel(f"transformers does not know it: {_first_line(error)}") from error
+    _check_kind(skeleton, config.get_text_config())
+    return config
+
+
+def _load(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # see `_read_config`
+        raise UnsupportedModel(f"transformers can not load it: {_first_line(error)}") from error
+    model, info = loaded
+    missing = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
+    if missing:
+        raise ModelError(f"{directory} lacks {', '.join(sorted(missing)[:3])}, or has it in another shape")
+    if info["unexpected_keys"]:
+        log.warning("%d tensors of %s are of no use to the model", len(info["unexpected_keys"]), directory)
+    return model
+
+
+def _check_kind(whole: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Refuses what its class says of itself; see also `_check_plain`."""
+    if getattr(whole, "_is_stateful", False):
+        raise UnsupportedModel("its layers keep a state beside their keys and values (state space, linear attention)")
+    if whole.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise UnsupportedModel("it has cross-attention")
+    if not whole._supports_attention_backend:
+        raise UnsupportedModel("its layers do not call the attention that its configuration names")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise UnsupportedModel(f"it has layers of {', '.join(sorted(kinds))}")
+    if whole.base_model is whole:
+        raise UnsupportedModel("its head can not be told from its layers")
+
+
+def _fix_rotation(whole: nn.Module, context_length: int) -> None:
+    """Fixes frequencies that would follow the longest sequence of a step to those of the longest context.
+
+    Keys in the cache, and those that sequences share, do not fit queries turned by others (see `DynamicRope`).
+    """
+    module: Any
+    for module in whole.modules():
+        types = getattr(module, "rope_type", None)
+        by_layer: dict[Any, Any] = types if isinstance(types, dict) else {None: types}
+        for layer_type, rope_type in by_layer.items():
+            if rope_type is None or not ("dynamic" in rope_type or rope_type == "longrope"):
+                continue
+            prefix, chosen = ("", {}) if layer_type is None else (f"{layer_type}_", {"layer_type": layer_type})
+            old: Tensor = getattr(module, f"{prefix}inv_freq")
+            make = ROPE_INIT_FUNCTIONS[rope_type]
+            frequencies, factor = make(module.config, old.device, seq_len=context_length, **chosen)
+            module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
+            setattr(module, f"{prefix}attention_scaling", factor)
+            by_layer[layer_type] = "default"
+            log.info("rope type %s turns as at %d tokens of context, whatever the step", rope_type, context_length)
+        if isinstance(types, str):
+            module.rope_type = by_layer[None]
+
+
+@torch.inference_mode()
+def _prove(
+    whole: PreTrainedModel, numbers: GenericNumbers, operations: Operations, dtype: torch.dtype, device: torch.device
+) -> GenericForCausalLM:
+    """The model, whose logits on the paged cache are those of eager attention.
+
+    Raises:
+        UnsupportedModel: they are not, or something on the way is not as it has to be.
+    """
+    tokens = torch.arange(5, device=device) % numbers.vocabulary_size
+    positions = torch.tensor([0, 1, 2, 0, 1], device=device)
+    metadata = AttentionMetadata(
+        slot_mapping=torch.tensor([4, 5, 6, 0, 1], device=device),
+        block_tables=torch.tensor([[1], [0]], dtype=torch.int32, device=device),
+        query_starts=torch.tensor([0, 3, 5], dtype=torch.int32, device=device),
+        context_lengths=torch.tensor([3, 2], dtype=torch.int32, device=device),
+    )
+    shape = (numbers.num_layers, 2, 2, 4, numbers.num_kv_heads, numbers.head_dim)
+    layer_caches = [(layer[0], layer[1]) for layer in torch.zeros(shape, dtype=dtype, device=device)]
+    step = _Step(operations, layer_caches, metadata, numbers.context_length)
+    try:
+        expected = torch.cat([whole(part[None], use_cache=False).logits[0] for part in tokens.split([3, 2])]).float()
+        whole.set_attn_implementation(_ATTENTION)
+        model = GenericForCausalLM(whole, whole.base_model, numbers, operations)
+        found = model.head(model.run(tokens, positions, step))
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # see `_read_config`
+        raise UnsupportedModel(f"it fails on the paged cache: {_first_line(error)}") from error
+    _check_calls(whole.config.get_text_config(), numbers, step.windows)
+    error_share = ((found - expected).norm() / expected.norm()).item()
+    if not error_share < _TOLERANCES[dtype]:
+        raise UnsupportedModel(f"its logits on the paged cache are off by {error_share:.1%} from eager attention's")
+    return model
+
+
+def _check_calls(config: PreTrainedConfig, numbers: GenericNumbers, windows: list[tuple[int, int | None]]) -> None:
+    """Refuses layers that have not called our attention once each, or not with the windows of the configuration.
+
+    Windows are longer than the proof: one that is forgotten would not show in its logits.
+    """
+    called = [layer for layer, _ in windows]
+    if called != list(range(numbers.num_layers)):
+        raise UnsupportedModel(f"of its {numbers.num_layers} layers, {len(set(called))} attend by our attention")
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * numbers.num_layers
+    shortest = getattr(config, "sliding_window", None) or numbers.context_length
+    for (layer, window), kind in zip(windows, kinds, strict=True):
+        if kind == "sliding_attention" and window is None and shortest < numbers.context_length:
+            raise UnsupportedModel(f"layer {layer} does not tell its attention of its sliding window")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -1,0 +1,195 @@
+"""GPT-2, to be read beside its paper: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+
+A decoder of Radford et al. 2018 with each block's LayerNorm moved before it and one more behind the last; positions are
+learned, the MLP is four times as wide as the model, and the head is the token embedding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from kernels.choice import Operations
+from worker.checkpoint import UnsupportedModel
+from worker.layers.attention import AttentionMetadata, attend
+from worker.layers.embedding import Embedding, Head
+from worker.layers.layer_norm import LayerNorm
+from worker.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class GPT2Config:
+    """The architecture's numbers, as a checkpoint's config.json gives them."""
+
+    vocabulary_size: int
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    num_heads: int
+    norm_epsilon: float
+    context_length: int  # positions that the model has learned
+    tied_embeddings: bool
+    scaled_attention: bool  # scores by 1 / sqrt(head_dim)
+    scaled_by_layer: bool  # and by 1 / (layer index + 1)
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any], context_length: int | None = None) -> Self:
+        """Reads a config.json of Hugging Face's `GPT2LMHeadModel`, with that class's defaults.
+
+        Args:
+            config: config.json.
+            context_length: the longest context to be served; None, or more than the model can: all learned positions.
+
+        Raises:
+            UnsupportedModel: it asks for what is not built.
+        """
+        activation = config.get("activation_function", "gelu_new")
+        if activation not in ("gelu_new", "gelu_pytorch_tanh"):
+            raise UnsupportedModel(f"activation {activation!r} is not supported, only gelu_new")
+        if config.get("add_cross_attention", False):
+            raise UnsupportedModel("cross-attention is not supported")
+        hidden_size, num_heads = config.get("n_embd", 768), config.get("n_head", 12)
+        if hidden_size % num_heads != 0:
+            raise UnsupportedModel(f"{num_heads} heads do not share a hidden size of {hidden_size} equally")
+        return cls(
+            vocabulary_size=config["vocab_size"],
+            hidden_size=hidden_size,
+            mlp_size=config.get("n_inner") or 4 * hidden_size,
+            num_layers=config.get("n_layer", 12),
+            num_heads=num_heads,
+            norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
+            context_length=config.get("n_positions", 1024),
+            tied_embeddings=config.get("tie_word_embeddings", True),
+            scaled_attention=config.get("scale_attn_weights", True),
+            scaled_by_layer=config.get("scale_attn_by_inverse_layer_idx", False),
+        )
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Every query head has K and V of its own."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a head."""
+        return self.hidden_size // self.num_heads
+
+
+class GPT2ForCausalLM:
+    """The whole model; parameters are uninitialised until the checkpoint's tensors have been copied into them.
+
+    Args:
+        config: the architecture's numbers.
+        operations: what its layers compute with beside matrix products.
+        dtype: of the weights and of everything between the layers.
+        device: where the weights are.
+    """
+
+    def __init__(self, config: GPT2Config, *, operations: Operations, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.operations = operations
+        size = config.hidden_size
+        self.embedding = Embedding(config.vocabulary_size, size, dtype=dtype, device=device)
+        self.positions = Embedding(config.context_length, size, dtype=dtype, device=device)
+        self.blocks = [
+            Block(config, index, operations=operations, dtype=dtype, device=device)
+            for index in range(config.num_layers)
+        ]
+        self.norm = LayerNorm(size, config.norm_epsilon, dtype=dtype, device=device)
+        self.head = Head(size, config.vocabulary_size, dtype=dtype, device=device)
+        if config.tied_embeddings:
+            self.head.tie(self.embedding)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
+        tensors = {"wte.weight": self.embedding.weight, "wpe.weight": self.positions.weight}
+        tensors |= self.norm.checkpoint_tensors("ln_f")
+        for index, block in enumerate(self.blocks):
+            tensors |= block.checkpoint_tensors(f"h.{index}.")
+        if not self.config.tied_embeddings:
+            tensors |= self.head.checkpoint_tensors("")
+        return tensors
+
+    def checkpoint_name(self, name: str) -> str:
+        """OpenAI's own checkpoints have no "transformer." before the names; those that were tuned since have."""
+        return name.removeprefix("transformer.")
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
+        mask = name.endswith((".attn.bias", ".attn.masked_bias"))  # the causal mask, not a projection's bias
+        return mask or (self.config.tied_embeddings and name == "lm_head.weight")
+
+    def pack(self) -> None:
+        """Puts the loaded weights into the layout that the device multiplies fastest."""
+        for block in self.blocks:
+            for linear in (block.qkv, block.output, block.up, block.down):
+                linear.pack()
+        self.head.pack()
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layer_caches: Sequence[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """See `worker.models.model.Model`."""
+        x = self.embedding(token_ids) + self.positions(positions)  # [T, E]
+        for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
+            x = block(x, layer_cache, metadata)
+        return self.norm(x)
+
+
+class Conv1D(Linear):
+    """A `Linear` whose weight is [in_features, out_features] in the checkpoint, as OpenAI's TensorFlow had it."""
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+        """As `Linear.checkpoint_tensors`, with a transposed view of the weight."""
+        tensors = super().checkpoint_tensors(prefix)
+        return {name: tensor.t() if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+
+
+class Block:
+    """x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(
+        self, config: GPT2Config, index: int, *, operations: Operations, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        size, mlp_size = config.hidden_size, config.mlp_size
+
+        def conv(in_features: int, name: str, out_features: int) -> Conv1D:
+            return Conv1D(in_features, {name: out_features}, bias=True, dtype=dtype, device=device)
+
+        self._operations = operations
+        self._num_heads = config.num_heads
+        self._scale = config.head_dim**-0.5 if config.scaled_attention else 1.0
+        if config.scaled_by_layer:
+            self._scale /= index + 1
+        self.attention_norm = LayerNorm(size, config.norm_epsilon, dtype=dtype, device=device)
+        self.qkv = conv(size, "attn.c_attn", 3 * size)
+        self.output = conv(size, "attn.c_proj", size)
+        self.mlp_norm = LayerNorm(size, config.norm_epsilon, dtype=dtype, device=device)
+        self.up = conv(size, "mlp.c_fc", mlp_size)
+        self.down = conv(mlp_size, "mlp.c_proj", size)
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+        """As the model's, for one block."""
+        tensors = self.attention_norm.checkpoint_tensors(f"{prefix}ln_1")
+        tensors |= self.mlp_norm.checkpoint_tensors(f"{prefix}ln_2")
+        for linear in (self.qkv, self.output, self.up, self.down):
+            tensors |= linear.checkpoint_tensors(prefix)
+        return tensors
+
+    def __call__(self, x: Tensor, layer_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
+        """Like `x`, [num_tokens, hidden_size]."""
+        x = x + self._attend(self.attention_norm(x), layer_cache, metadata)
+        return x + self.down(gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+
+    def _attend(self, x: Tensor, layer_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
+        heads = self.qkv(x).view(x.shape[0], 3, self._num_heads, -1)  # [T, 3, H, D]
+        q, k, v = heads.unbind(1)
+        attended = attend(self._operations, q, k, v, layer_cache, metadata, self._scale)  # [T, H, D]
+        return self.output(attended.flatten(1))

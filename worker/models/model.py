@@ -1,0 +1,67 @@
+"""What the worker knows of any model: its numbers, one forward pass, and the head that scores what comes out of it."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.choice import Operations
+from worker.layers.attention import AttentionMetadata
+
+
+class ModelNumbers(Protocol):
+    """What the cache and the limits of a step follow from."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids that the model knows."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with a KV cache."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K/V heads of each layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a head."""
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence."""
+
+
+class Model(Protocol):
+    """A causal language model on the paged cache, with its weights."""
+
+    @property
+    def config(self) -> ModelNumbers:
+        """The architecture's numbers."""
+
+    @property
+    def operations(self) -> Operations:
+        """What its layers compute with; they decide how K and V are laid out in a block."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layer_caches: Sequence[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Runs the step's tokens through all layers.
+
+        Args:
+            token_ids: [num_tokens] int64.
+            positions: [num_tokens] int64, 0-based in each token's own sequence.
+            layer_caches: K and V cache of each layer, written in place.
+            metadata: where the tokens stand in those caches.
+
+        Returns:
+            [num_tokens, hidden_size], for `head`.
+        """
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[num_samples, hidden_size] -> logits [num_samples, vocabulary_size] in float32."""

@@ -1,0 +1,214 @@
+"""OPT, to be read beside its paper: Zhang et al. 2022, arXiv:2205.01068.
+
+GPT-3's decoder with ReLU and learned positions, of which the first two rows were never a token's. The 350m model alone
+puts its LayerNorms behind each block instead of before it, has none behind the last, and embeds tokens in a smaller
+space than its layers work in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kernels.choice import Operations
+from worker.checkpoint import UnsupportedModel
+from worker.layers.attention import AttentionMetadata, attend
+from worker.layers.embedding import Embedding, Head
+from worker.layers.layer_norm import LayerNorm
+from worker.layers.linear import Linear
+
+# Position 0 stands in row 2 of the table: fairseq kept the rows up to its padding id for padding.
+_FIRST_POSITION = 2
+_NORM_EPSILON = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class OPTConfig:
+    """The architecture's numbers, as a checkpoint's config.json gives them."""
+
+    vocabulary_size: int
+    embedding_size: int
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    num_heads: int
+    context_length: int  # positions that the model has learned
+    norm_first: bool
+    final_norm: bool
+    bias: bool
+    learned_norms: bool
+    tied_embeddings: bool
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any], context_length: int | None = None) -> Self:
+        """Reads a config.json of Hugging Face's `OPTForCausalLM`, with that class's defaults.
+
+        Args:
+            config: config.json.
+            context_length: the longest context to be served; None, or more than the model can: all learned positions.
+
+        Raises:
+            UnsupportedModel: it asks for what is not built.
+        """
+        if config.get("activation_function", "relu") != "relu":
+            raise UnsupportedModel(f"activation {config['activation_function']!r} is not supported, only relu")
+        hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
+        if hidden_size % num_heads != 0:
+            raise UnsupportedModel(f"{num_heads} heads do not share a hidden size of {hidden_size} equally")
+        norm_first = config.get("do_layer_norm_before", True)
+        return cls(
+            vocabulary_size=config["vocab_size"],
+            embedding_size=config.get("word_embed_proj_dim") or hidden_size,
+            hidden_size=hidden_size,
+            mlp_size=config["ffn_dim"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=num_heads,
+            context_length=config.get("max_position_embeddings", 2048),
+            norm_first=norm_first,
+            final_norm=norm_first and not config.get("_remove_final_layer_norm", False),
+            bias=config.get("enable_bias", True),
+            learned_norms=config.get("layer_norm_elementwise_affine", True),
+            tied_embeddings=config.get("tie_word_embeddings", True),
+        )
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Every query head has K and V of its own."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a head."""
+        return self.hidden_size // self.num_heads
+
+
+class OPTForCausalLM:
+    """The whole model; parameters are uninitialised until the checkpoint's tensors have been copied into them.
+
+    Args:
+        config: the architecture's numbers.
+        operations: what its layers compute with beside matrix products.
+        dtype: of the weights and of everything between the layers.
+        device: where the weights are.
+    """
+
+    def __init__(self, config: OPTConfig, *, operations: Operations, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.operations = operations
+        size, embedding_size = config.hidden_size, config.embedding_size
+        self.embedding = Embedding(config.vocabulary_size, embedding_size, dtype=dtype, device=device)
+        self.positions = Embedding(_FIRST_POSITION + config.context_length, size, dtype=dtype, device=device)
+        self.project_in: Linear | None = None
+        self.project_out: Linear | None = None
+        if embedding_size != size:
+            self.project_in = Linear(embedding_size, {"project_in": size}, bias=False, dtype=dtype, device=device)
+            self.project_out = Linear(size, {"project_out": embedding_size}, bias=False, dtype=dtype, device=device)
+        self.layers = [
+            DecoderLayer(config, operations=operations, dtype=dtype, device=device) for _ in range(config.num_layers)
+        ]
+        self.norm: LayerNorm | None = None
+        if config.final_norm:
+            self.norm = LayerNorm(size, _NORM_EPSILON, learned=config.learned_norms, dtype=dtype, device=device)
+        self.head = Head(embedding_size, config.vocabulary_size, dtype=dtype, device=device)
+        if config.tied_embeddings:
+            self.head.tie(self.embedding)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
+        tensors = {"embed_tokens.weight": self.embedding.weight, "embed_positions.weight": self.positions.weight}
+        for projection in (self.project_in, self.project_out):
+            if projection is not None:
+                tensors |= projection.checkpoint_tensors("")
+        for index, layer in enumerate(self.layers):
+            tensors |= layer.checkpoint_tensors(f"layers.{index}.")
+        if self.norm is not None:
+            tensors |= self.norm.checkpoint_tensors("final_layer_norm")
+        if not self.config.tied_embeddings:
+            tensors |= self.head.checkpoint_tensors("")
+        return tensors
+
+    def checkpoint_name(self, name: str) -> str:
+        """Names begin with "model.decoder.", or, where the model was saved without its head, with "decoder."."""
+        return name.removeprefix("model.").removeprefix("decoder.")
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
+        return self.config.tied_embeddings and name == "lm_head.weight"
+
+    def pack(self) -> None:
+        """Puts the loaded weights into the layout that the device multiplies fastest."""
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.output, layer.up, layer.down):
+                linear.pack()
+        for projection in (self.project_in, self.project_out):
+            if projection is not None:
+                projection.pack()
+        self.head.pack()
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layer_caches: Sequence[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """See `worker.models.model.Model`; the result is [num_tokens, embedding_size]."""
+        x = self.embedding(token_ids)  # [T, embedding_size]
+        if self.project_in is not None:
+            x = self.project_in(x)
+        x = x + self.positions(positions + _FIRST_POSITION)  # [T, E]
+        for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
+            x = layer(x, layer_cache, metadata)
+        if self.norm is not None:
+            x = self.norm(x)
+        return self.project_out(x) if self.project_out is not None else x
+
+
+class DecoderLayer:
+    """x += attention(norm(x)); x += mlp(norm(x)); or, in 350m, x = norm(x + attention(x)); x = norm(x + mlp(x))."""
+
+    def __init__(self, config: OPTConfig, *, operations: Operations, dtype: torch.dtype, device: torch.device) -> None:
+        size = config.hidden_size
+
+        def linear(in_features: int, outputs: dict[str, int]) -> Linear:
+            return Linear(in_features, outputs, bias=config.bias, dtype=dtype, device=device)
+
+        def norm() -> LayerNorm:
+            return LayerNorm(size, _NORM_EPSILON, learned=config.learned_norms, dtype=dtype, device=device)
+
+        self._operations = operations
+        self._num_heads = config.num_heads
+        self._scale = config.head_dim**-0.5
+        self._norm_first = config.norm_first
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.qkv = linear(size, {f"self_attn.{name}": size for name in ("q_proj", "k_proj", "v_proj")})
+        self.output = linear(size, {"self_attn.out_proj": size})
+        self.up = linear(size, {"fc1": config.mlp_size})
+        self.down = linear(config.mlp_size, {"fc2": size})
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+        """As the model's, for one layer."""
+        tensors = self.attention_norm.checkpoint_tensors(f"{prefix}self_attn_layer_norm")
+        tensors |= self.mlp_norm.checkpoint_tensors(f"{prefix}final_layer_norm")
+        for linear in (self.qkv, self.output, self.up, self.down):
+            tensors |= linear.checkpoint_tensors(prefix)
+        return tensors
+
+    def __call__(self, x: Tensor, layer_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
+        """Like `x`, [num_tokens, hidden_size]."""
+        if self._norm_first:
+            x = x + self._attend(self.attention_norm(x), layer_cache, metadata)
+            return x + self._transform(self.mlp_norm(x))
+        x = self.attention_norm(x + self._attend(x, layer_cache, metadata))
+        return self.mlp_norm(x + self._transform(x))
+
+    def _attend(self, x: Tensor, layer_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
+        heads = self.qkv(x).view(x.shape[0], 3, self._num_heads, -1)  # [T, 3, H, D]
+        q, k, v = heads.unbind(1)
+        attended = attend(self._operations, q, k, v, layer_cache, metadata, self._scale)  # [T, H, D]
+        return self.output(attended.flatten(1))
+
+    def _transform(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu_())

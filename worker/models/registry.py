@@ -1,0 +1,135 @@
+"""Which class runs a checkpoint: one of ours, or transformers' own on the same paged cache.
+
+Ours are chosen by the architecture that config.json names. What they do not build, a rope type, an activation, is left
+to transformers like an architecture that none of them knows.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from kernels.choice import Operations, choose
+from worker.checkpoint import ModelError, UnsupportedModel
+from worker.models.gpt2 import GPT2Config, GPT2ForCausalLM
+from worker.models.llama import LlamaConfig, LlamaForCausalLM
+from worker.models.model import Model, ModelNumbers
+from worker.models.opt import OPTConfig, OPTForCausalLM
+from worker.weights import load_weights
+
+log = logging.getLogger(__name__)
+
+
+class OurNumbers(ModelNumbers, Protocol):
+    """The numbers of a model of ours."""
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any], context_length: int | None = None) -> Self:
+        """Reads a config.json; see `LlamaConfig.from_json`."""
+
+
+class OurModel(Model, Protocol):
+    """A model that is filled from a checkpoint by `worker.weights`."""
+
+    def checkpoint_tensors(self) -> Mapping[str, Tensor]:
+        """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
+
+    def checkpoint_name(self, name: str) -> str:
+        """The one name of a tensor that checkpoints know by several."""
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
+
+    def pack(self) -> None:
+        """Puts the loaded weights into the layout that the device multiplies fastest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How an architecture's numbers are read, and what is built from them."""
+
+    numbers: type[OurNumbers]
+    model: Callable[..., OurModel]
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(LlamaConfig, LlamaForCausalLM),
+    "MistralForCausalLM": Architecture(LlamaConfig, LlamaForCausalLM),
+    "Qwen2ForCausalLM": Architecture(LlamaConfig, LlamaForCausalLM),
+    "Qwen3ForCausalLM": Architecture(LlamaConfig, LlamaForCausalLM),
+    "GPT2LMHeadModel": Architecture(GPT2Config, GPT2ForCausalLM),
+    "OPTForCausalLM": Architecture(OPTConfig, OPTForCausalLM),
+}
+
+
+def load_model(
+    directory: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    block_size: int = 16,
+    context_length: int | None = None,
+) -> Model:
+    """The model of a checkpoint with its weights; the log says by which path, and why.
+
+    Args:
+        directory: of the checkpoint.
+        config: its config.json.
+        dtype: of weights and KV cache.
+        device: where both are to be.
+        block_size: tokens of a block of the cache that the model will be run on.
+        context_length: the longest context to be served; None: as long as the model was made for.
+
+    Raises:
+        UnsupportedModel: neither path runs it; the message names what is supported.
+        ModelError: `config` or the weights do not fit the architecture.
+    """
+    if config.get("quantization_config"):
+        raise UnsupportedModel("quantized checkpoints are not supported yet")
+    name = (config.get("architectures") or ["no architecture"])[0]
+    architecture = ARCHITECTURES.get(name)
+    if architecture is None:
+        reason = f"{name} is none of ours ({', '.join(ARCHITECTURES)})"
+    else:
+        try:
+            numbers = architecture.numbers.from_json(config, context_length)
+        except KeyError as error:
+            raise ModelError(f"{directory / 'config.json'} lacks {error}") from error
+        except UnsupportedModel as problem:
+            reason = f"our {name} can not: {problem}"
+        else:
+            log.info("model path: our own, since %s is one of ours", name)
+            return _fill(architecture, numbers, directory, dtype, device, block_size)
+    log.warning("model path: transformers' layers on the paged cache, slower than our own, since %s", reason)
+    # Imported here and nowhere else: it takes seconds, and a worker of our own models does not need it installed.
+    try:
+        from worker.models.generic import load_generic
+    except ImportError as error:
+        hint = "install it beside the worker: pip install 'pagewire[transformers]'"
+        raise UnsupportedModel(
+            f"{reason}, and transformers, which may know it, is missing ({hint}): {error}"
+        ) from error
+    try:
+        return load_generic(directory, dtype, device, block_size=block_size, context_length=context_length)
+    except UnsupportedModel as problem:
+        raise UnsupportedModel(f"{reason}, and transformers can not run it on the paged cache: {problem}") from problem
+
+
+def _fill(
+    architecture: Architecture,
+    numbers: OurNumbers,
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int,
+) -> OurModel:
+    operations: Operations = choose(device, dtype, head_dim=numbers.head_dim, block_size=block_size)
+    model = architecture.model(numbers, operations=operations, dtype=dtype, device=device)
+    load_weights(directory, model.checkpoint_tensors(), model.leaves_out, model.checkpoint_name)
+    model.pack()
+    return model

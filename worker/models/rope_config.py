@@ -1,0 +1,110 @@
+"""Which rope type a config.json asks for, and with what numbers; the types themselves are in `worker.layers.rotary`."""
+
+import math
+from typing import Any
+
+from worker.checkpoint import UnsupportedModel
+from worker.layers.rotary import (
+    DefaultRope,
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    Rope,
+    YarnRope,
+    yarn_attention_factor,
+)
+
+
+def longest_context(config: dict[str, Any]) -> tuple[int, int]:
+    """Tokens of context that the rope type serves as it is, and tokens that it serves when asked to.
+
+    The two differ for the dynamic type alone: within max_position_embeddings it is the plain rotation, and what goes
+    beyond pays with other frequencies at every length.
+    """
+    parameters, kind = _rope_parameters(config)
+    length = config["max_position_embeddings"]
+    if kind == "dynamic":
+        return length, int(length * parameters["factor"])
+    if kind == "yarn":
+        length = max(length, int(_original_length(config, parameters) * (parameters.get("factor") or 1)))
+    return length, length
+
+
+def read_rope(config: dict[str, Any], context_length: int) -> Rope:
+    """The rotation that a model of the Llama family wants.
+
+    Args:
+        config: config.json, with a value for max_position_embeddings.
+        context_length: the longest context to be served: the dynamic type and LongRoPE turn by other frequencies where
+            it is long. One choice for all sequences, since keys that were turned by two do not fit together in a cache.
+
+    Raises:
+        UnsupportedModel: the rope type is not built.
+        KeyError: a number is missing.
+    """
+    parameters, kind = _rope_parameters(config)
+    theta = parameters.get("rope_theta", config.get("rope_theta", 10_000.0))
+    if (parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
+        raise UnsupportedModel("a rotation of a part of each head is not supported")
+    if kind == "default":
+        return DefaultRope(theta)
+    if kind == "linear":
+        return LinearRope(theta, parameters["factor"])
+    if kind == "llama3":
+        return Llama3Rope(
+            theta,
+            factor=parameters["factor"],
+            low_frequency_factor=parameters["low_freq_factor"],
+            high_frequency_factor=parameters["high_freq_factor"],
+            original_context_length=parameters["original_max_position_embeddings"],
+        )
+    if kind == "dynamic":
+        return DynamicRope(theta, parameters["factor"], config["max_position_embeddings"], context_length)
+    if kind == "yarn":
+        return _read_yarn(config, parameters, theta)
+    if kind == "longrope":
+        return _read_longrope(config, parameters, theta, context_length)
+    supported = "default, linear, llama3, dynamic, yarn and longrope"
+    raise UnsupportedModel(f"rope type {kind!r} is not supported, only {supported}")
+
+
+def _rope_parameters(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    # transformers 5 keeps everything in rope_parameters; before it, rope_theta stood beside rope_scaling.
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return parameters, parameters.get("rope_type", parameters.get("type", "default"))
+
+
+def _original_length(config: dict[str, Any], parameters: dict[str, Any]) -> int:
+    name = "original_max_position_embeddings"
+    return parameters.get(name) or config.get(name) or config["max_position_embeddings"]
+
+
+def _read_yarn(config: dict[str, Any], parameters: dict[str, Any], theta: float) -> YarnRope:
+    original = _original_length(config, parameters)
+    factor = parameters.get("factor") or config["max_position_embeddings"] / original
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = yarn_attention_factor(factor)
+        weight, weight_of_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        if weight and weight_of_all:
+            attention_factor = yarn_attention_factor(factor, weight) / yarn_attention_factor(factor, weight_of_all)
+    return YarnRope(
+        theta,
+        factor=factor,
+        original_context_length=original,
+        attention_factor=attention_factor,
+        beta_fast=parameters.get("beta_fast") or 32,
+        beta_slow=parameters.get("beta_slow") or 1,
+        truncate=parameters.get("truncate", True),
+    )
+
+
+def _read_longrope(config: dict[str, Any], parameters: dict[str, Any], theta: float, context_length: int) -> LongRope:
+    original = _original_length(config, parameters)
+    factor = parameters.get("factor") or config["max_position_embeddings"] / original
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = parameters["long_factor" if context_length > original else "short_factor"]
+    return LongRope(theta, tuple(factors), attention_factor)
