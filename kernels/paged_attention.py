@@ -1,0 +1,143 @@
+"""Paged attention on a GPU: ragged queries over a cache of blocks, decode rows and prefill chunks in one batch.
+
+PagedAttention: Kwon et al., SOSP'23, arXiv:2309.06180. Here are the checks and the choice among three launches:
+`decode_attention` takes short rows (split and merge), `prefill_attention` long ones. Every row is taken by one of the
+two and left alone by the other, so the host need not know which are which, and never waits for the device.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.attention_shape import AttentionShape
+from kernels.batch_bounds import BatchBounds
+from kernels.decode_attention import attend_short_rows, plan_splits
+from kernels.forms import check_floats, check_indices, form
+from kernels.prefill_attention import attend_long_rows
+
+_MOST_HEAD_DIM = 256
+# What `tl.dot` takes as its fewest rows, and what a launch grid takes as its last dimension.
+_FEWEST_TILE_ROWS = 16
+_MOST_ROWS = 65535
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    *,
+    bounds: BatchBounds | None = None,
+) -> Tensor:
+    """`reference.paged_attention` without a device synchronization, so in a CUDA graph too.
+
+    What the indices say is the caller's promise: to check it would mean to wait for the device. A row of one query and
+    no context gets zeros, and serves as padding.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim]; may be a strided view, dense in head_dim, which is 256 at most.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim]; block_size is a power of two. Slots behind the
+            context may hold anything: they are not read.
+        v_cache: like `k_cache`, strides too.
+        block_tables: [num_rows, max_blocks] int32 or int64; entries behind a row's last block are not read.
+        query_starts: [num_rows + 1] int32 or int64, from 0 to num_tokens.
+        context_lengths: [num_rows] int32 or int64, each at least the row's number of queries.
+        scale: factor of the scores before the softmax.
+        window: a query sees its own token and the `window` - 1 before it; None: all before it (Mistral: Jiang et al.
+            2023, arXiv:2310.06825).
+        softcap: scores become softcap * tanh(score / softcap) before the softmax; None: they stay (Gemma 2: Gemma Team
+            2024, arXiv:2408.00118).
+        bounds: what the host knows of the lengths.
+
+    Returns:
+        [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
+    """
+    _check(q, k_cache, v_cache, block_tables, query_starts, context_lengths, window, softcap)
+    num_tokens, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    num_rows = len(context_lengths)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_rows == 0:
+        return out
+
+    bounds = bounds or BatchBounds()
+    room = block_tables.shape[1] * block_size
+    longest = room if bounds.longest_context is None else min(room, bounds.longest_context)
+    most_queries = num_tokens - (num_rows - 1)  # each row has one
+    if bounds.most_queries is not None:
+        most_queries = min(most_queries, bounds.most_queries)
+    group = num_heads // num_kv_heads
+    tile_rows = max(_FEWEST_TILE_ROWS, triton.next_power_of_2(group))
+    shape = AttentionShape(
+        group=group,
+        head_dim=head_dim,
+        padded_dim=max(16, triton.next_power_of_2(head_dim)),
+        block_size=block_size,
+        window=window or 0,
+        short_rows=tile_rows,
+        # As few kinds as there can be: each is compiled for itself.
+        short_queries=1 if most_queries == 1 else tile_rows // group,
+        precision="ieee" if q.dtype == torch.float32 else "tf32",
+        score_scale=scale * math.log2(math.e) if softcap is None else scale / softcap,
+        cap=0.0 if softcap is None else softcap * math.log2(math.e),
+    )
+    tensors = (out, q, k_cache, v_cache, block_tables, query_starts, context_lengths)
+    if bounds.fewest_queries is None or bounds.fewest_queries <= shape.short_queries:
+        num_lanes = num_rows * num_kv_heads
+        seen = longest if window is None else min(longest, window + shape.short_queries - 1)
+        total = None if bounds.total_context is None else bounds.total_context * num_kv_heads
+        attend_short_rows(*tensors, shape, *plan_splits(num_lanes, seen, total, _num_processors(q.device)))
+    if most_queries > shape.short_queries:
+        attend_long_rows(*tensors, shape)
+    return out
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 4  # Triton's interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lengths: Tensor,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    if k_cache.shape != v_cache.shape or k_cache.ndim != 4 or q.ndim != 3 or q.shape[2] != k_cache.shape[3]:
+        raise ValueError(f"q {form(q)}, k_cache {form(k_cache)} and v_cache {form(v_cache)} do not fit together")
+    if q.shape[1] % k_cache.shape[2] != 0:
+        raise ValueError(f"{q.shape[1]} query heads do not share {k_cache.shape[2]} K/V heads equally")
+    num_rows = context_lengths.shape[0]
+    if block_tables.ndim != 2 or block_tables.shape[0] != num_rows or query_starts.shape != (num_rows + 1,):
+        raise ValueError(
+            f"block_tables {form(block_tables)}, query_starts {form(query_starts)} and "
+            f"context_lengths {form(context_lengths)} do not have the same rows"
+        )
+    check_floats(q=q, k_cache=k_cache, v_cache=v_cache)
+    check_indices(block_tables=block_tables, query_starts=query_starts, context_lengths=context_lengths)
+    if k_cache.stride() != v_cache.stride():
+        raise ValueError(f"the strides of k_cache, {k_cache.stride()}, and v_cache, {v_cache.stride()}, differ")
+    if q.shape[2] > _MOST_HEAD_DIM or k_cache.shape[1] & (k_cache.shape[1] - 1) != 0:
+        raise ValueError(
+            f"head_dim {q.shape[2]} is more than {_MOST_HEAD_DIM}, or block_size {k_cache.shape[1]} no power of two"
+        )
+    if not num_rows <= q.shape[0] or num_rows > _MOST_ROWS:
+        raise ValueError(
+            f"{num_rows} rows for {q.shape[0]} tokens; every row has a query, and there are {_MOST_ROWS} at most"
+        )
+    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
+        raise ValueError(f"window {window} and softcap {softcap} are to be positive, or None")

@@ -1,0 +1,90 @@
+"""The speed bench: its cores are loaded as they should be, its worker says its text, its processes come up and end."""
+
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.control_plane import TEXT, Setting, measure, write_byte_tokenizer
+from bench.core_speed import Case, Driver, Summary
+from bench.instant_worker import InstantWorker
+from bench.scheduler_speed import core_cases, core_table, run_core
+from protos.columns import pack, unpack
+from protos.worker_pb2 import ExecuteModelRequest, GetInfoResponse
+
+
+def test_a_decode_step_is_one_token_a_sequence_and_nobody_else_comes_in():
+    for case in core_cases((4,)):
+        if not case.mixed:
+            driver = Driver(case)
+            driver.warm_up()
+            timings = driver.run(num_steps=5, seconds=10)
+            assert timings.num_tokens == 5 * 4, case
+            assert driver.core.num_waiting == case.num_waiting
+            assert len(timings.core) == len(timings.request) == len(timings.result) == 5
+
+
+def test_mixed_steps_hold_prompts_too():
+    driver = Driver(Case(num_running=8, mixed=True))
+    driver.warm_up()
+    timings = driver.run(num_steps=200, seconds=10)
+    assert timings.num_tokens > 200 * 8
+    assert driver.core.num_running == 8
+    assert driver.core.num_waiting
+    assert timings.submit
+
+
+def test_the_clock_ends_a_run():
+    driver = Driver(Case(num_running=2))
+    driver.warm_up()
+    assert len(driver.run(num_steps=1 << 30, seconds=0.0).core) == 1
+
+
+def test_a_summary_is_of_all_values():
+    assert Summary.of([float(n) for n in range(100)]) == Summary(mean=49.5, p50=50.0, p99=99.0)
+    assert Summary.of([]) == Summary(0.0, 0.0, 0.0)
+
+
+def test_the_tables_show_every_case():
+    console = Console(record=True, width=200)
+    rows = run_core([Case(2), Case(2, context=40)], 0.01, console)
+    assert rows[0].ratio == 1.0
+    console.print(core_table(rows))
+    assert "2 running, context 40" in console.export_text()
+
+
+def test_the_instant_worker_says_its_text_by_position():
+    worker = InstantWorker([10, 11, 12], GetInfoResponse())
+    request = ExecuteModelRequest(
+        step_id=7,
+        num_computed_tokens=pack([0, 4]),
+        num_new_tokens=pack([3, 1]),
+        sample_rows=pack([0, 1]),
+    )
+    response = worker.answer(request)
+    assert response.step_id == 7
+    assert unpack(response.token_ids).tolist() == [10, 12]
+    assert len(response.logprobs) == 8
+
+
+async def test_the_real_processes_are_measured_and_ended(tmp_path):
+    assert len(TEXT.encode()) > len(TEXT)  # some character has several bytes
+    setting = Setting(
+        "session", write_byte_tokenizer(tmp_path), num_streams=8, num_output_tokens=64, warmup_s=0, window_s=0.3
+    )
+    before = child_pids()
+    session, generate = await asyncio.gather(measure(setting), measure(replace(setting, door="generate")))
+    assert child_pids() <= before
+    assert session.cpu.keys() == {"worker", "scheduler", "clients"}
+    assert generate.cpu.keys() == {"worker", "scheduler", "clients", "router"}
+    for measured in (session, generate):
+        assert measured.tokens_s > 0
+        assert measured.messages_s > 0
+        assert 0 < measured.tokens_per_step < 16
+
+
+def child_pids() -> set[int]:
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+    return {int(pid) for pid in children.split()}

@@ -1,0 +1,136 @@
+"""The Triton kernels that write and move the paged cache, against their torch twins. They must agree bit by bit."""
+
+import pytest
+import torch
+from triton_device import everywhere
+
+from kernels import reference
+from kernels.copy_blocks import copy_blocks, swap_blocks
+from kernels.reshape_and_cache import reshape_and_cache, rotate_and_cache
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def caches(device, dtype, num_kv_heads, head_dim, block_size=16, num_blocks=5):
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    return [torch.randn(shape).to(device=device, dtype=dtype) for _ in range(2)]
+
+
+def slots(num_tokens, device, num_slots=80):
+    """Slots in no order, every fourth one padding."""
+    drawn = torch.randperm(num_slots)[:num_tokens]
+    drawn[3::4] = -1
+    return drawn.to(device)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, num_kv_heads, head_dim", [(1, 1, 64), (7, 3, 80), (33, 8, 128), (0, 2, 64)])
+def test_reshape_and_cache_equals_its_twin(device, dtype, num_tokens, num_kv_heads, head_dim):
+    fused = torch.randn(num_tokens, 2 * num_kv_heads + 1, head_dim).to(device=device, dtype=dtype)
+    k, v = fused[:, 1 : num_kv_heads + 1], fused[:, num_kv_heads + 1 :]
+    found = caches(device, dtype, num_kv_heads, head_dim)
+    expected = [cache.clone() for cache in found]
+    mapping = slots(num_tokens, device)
+    reshape_and_cache(k, v, *found, mapping)
+    reference.reshape_and_cache(k, v, *expected, mapping)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, num_heads, num_kv_heads, head_dim", [(1, 3, 1, 64), (9, 4, 4, 80), (0, 2, 1, 96)])
+def test_rotate_and_cache_equals_its_twin(device, dtype, num_tokens, num_heads, num_kv_heads, head_dim):
+    heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(device=device, dtype=dtype)
+    cos, sin = (torch.randn(num_tokens, head_dim // 2).to(device=device, dtype=dtype) for _ in range(2))
+    found = caches(device, dtype, num_kv_heads, head_dim)
+    expected, expected_heads = [cache.clone() for cache in found], heads.clone()
+    mapping = slots(num_tokens, device)
+    q = rotate_and_cache(heads, cos, sin, *found, mapping)
+    expected_q = reference.rotate_and_cache(expected_heads, cos, sin, *expected, mapping)
+    assert q.data_ptr() == heads.data_ptr()
+    # An addition that is fused with the product before it rounds once less: one unit in the last place.
+    for mine, theirs in ((q, expected_q), (heads, expected_heads), (found[0], expected[0])):
+        torch.testing.assert_close(mine, theirs)
+    assert torch.equal(found[1], expected[1])
+
+
+@everywhere
+def test_the_cache_writes_refuse_arguments_that_do_not_fit(device):
+    k_cache, v_cache = caches(device, torch.float32, 1, 4)
+    k, mapping = torch.zeros(2, 1, 4, device=device), torch.tensor([0, 1], device=device)
+    for arguments in (
+        (k, k[:1], k_cache, v_cache, mapping),
+        (k.double(), k.double(), k_cache, v_cache, mapping),
+        (k, k, k_cache, v_cache, mapping.int()),
+        (k, k, k_cache, v_cache, mapping[:1]),
+        (k, k, k_cache, v_cache.transpose(0, 1).contiguous().transpose(0, 1), mapping),
+    ):
+        with pytest.raises(ValueError):
+            reshape_and_cache(*arguments)
+    turns = torch.zeros(2, 2, device=device)
+    with pytest.raises(ValueError, match="no queries"):
+        rotate_and_cache(k, turns, turns, k_cache, v_cache, mapping)
+
+
+def pool(num_blocks, dtype=torch.float32, head_dim=3, num_layers=2):
+    return torch.randn(num_layers, 2, num_blocks, 4, 1, head_dim).to(dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [3, 64, 1000])
+@pytest.mark.parametrize("pairs", [[[0, 1], [1, 2], [3, 0]], [[3, 0], [3, 1], [4, 2]], [[2, 2]], [[0, 4], [4, 0]], []])
+@pytest.mark.parametrize("pairs_on_device", [False, True])
+def test_copy_blocks_equals_its_twin(device, dtype, head_dim, pairs, pairs_on_device):
+    cache = pool(5, dtype, head_dim).to(device)
+    expected = cache.clone()
+    pairs = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    reference.copy_blocks(expected, pairs)
+    copy_blocks(cache, pairs.to(device) if pairs_on_device else pairs)
+    assert torch.equal(cache, expected)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swap_blocks_equals_its_twin_in_both_directions(device, dtype):
+    cache, swapped = pool(6, dtype, 100, 3), pool(4, dtype, 100, 3)
+    expected_cache, expected_swapped = cache.clone(), swapped.clone()
+    cache = cache.to(device)
+    if device.type == "cuda":
+        swapped = swapped.pin_memory()
+    out, back = torch.tensor([[5, 0], [1, 3]]), torch.tensor([[3, 2], [0, 0]])
+    swap_blocks(cache, swapped, out)
+    swap_blocks(swapped, cache, back)
+    reference.swap_blocks(expected_cache, expected_swapped, out)
+    reference.swap_blocks(expected_swapped, expected_cache, back)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(cache.cpu(), expected_cache)
+    assert torch.equal(swapped, expected_swapped)
+
+
+@everywhere
+def test_moving_blocks_refuses_pools_that_do_not_fit(device):
+    cache = pool(2).to(device)
+    for other, pairs in (
+        (cache[:1], [[0, 1]]),
+        (cache.half(), [[0, 1]]),
+        (cache, [0, 1]),
+        (cache.transpose(2, 3).contiguous().transpose(2, 3), [[0, 1]]),
+    ):
+        with pytest.raises(ValueError):
+            swap_blocks(cache, other, torch.tensor(pairs))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU: pinned memory was not tried")
+def test_swap_blocks_refuses_memory_that_the_gpu_can_not_reach():
+    with pytest.raises(ValueError, match="not pinned"):
+        swap_blocks(pool(2).cuda(), pool(2), torch.tensor([[0, 1]]))
