@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -108,6 +109,17 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+def calm_collector() -> None:
+    """Lets the garbage collector look less often, and no more at what is there when a service starts.
+
+    Its full collections walk all that lives: behind a thousand running sequences they held up a step of the scheduler
+    for 15 ms one time in a hundred. Reference counts free nearly everything; cycles, which come with errors, wait.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
 def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     """Runs `main(stop)` on uvloop.
 
@@ -127,6 +139,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
         await main(stop)
 
+    calm_collector()
     try:
         uvloop.run(supervised())
     except CannotListen as error:

@@ -3,6 +3,7 @@
 Plain values without behaviour beyond the columns in which a plan travels to the worker.
 """
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -100,13 +101,13 @@ class Plan:
 
     def add(self, row: Row) -> None:
         """Takes in a row; it tells of those of its prompt tokens that no row before it told of."""
-        told = row.group.prompt_logprobs
+        told, num_new_tokens = row.group.prompt_logprobs, row.num_new_tokens
         if told is not None and len(told) < row.prompt_logprobs_end:
             self.telling.append((len(self.rows), max(row.start, len(told))))
         self.rows.append(row)
-        self.num_tokens += row.num_new_tokens
-        if row.num_new_tokens > 1:
-            self.num_prefill_tokens += row.num_new_tokens
+        self.num_tokens += num_new_tokens
+        if num_new_tokens > 1:
+            self.num_prefill_tokens += num_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,23 +150,40 @@ class StepOutputs:
 
 def to_request(plan: Plan, epoch: int) -> ExecuteModelRequest:
     """The plan in the columns of the worker's protocol."""
-    rows = plan.rows
-    samples = [(i, sequence.index) for i, row in enumerate(rows) for sequence in row.samples]
+    numbers: list[int] = []
+    indexes: list[int] = []
+    starts: list[int] = []
+    counts: list[int] = []
+    lengths: list[int] = []
+    sample_rows: list[int] = []
+    sample_indexes: list[int] = []
+    tokens: list[array[int]] = []
+    tables: list[array[int]] = []
+    for place, row in enumerate(plan.rows):  # one pass: a generator for each column takes half as long again
+        sequence, start, count = row.sequence, row.start, row.num_new_tokens
+        numbers.append(row.group.number)
+        indexes.append(sequence.index)
+        starts.append(start)
+        counts.append(count)
+        tokens.append(row.group.token_ids(sequence, start, start + count))
+        lengths.append(len(sequence.block_table))
+        tables.append(sequence.block_table)
+        for sampled in row.samples:
+            sample_rows.append(place)
+            sample_indexes.append(sampled.index)
     return ExecuteModelRequest(
         step_id=plan.step_id,
         epoch=epoch,
         new_requests=[_new_request(group) for group in plan.new_groups],
-        request_ids=pack(row.group.number for row in rows),
-        sequence_indexes=pack(row.sequence.index for row in rows),
-        num_computed_tokens=pack(row.start for row in rows),
-        num_new_tokens=pack(row.num_new_tokens for row in rows),
-        token_ids=b"".join(
-            row.group.token_ids(row.sequence, row.start, row.start + row.num_new_tokens).tobytes() for row in rows
-        ),
-        block_table_lengths=pack(len(row.sequence.block_table) for row in rows),
-        block_tables=b"".join(row.sequence.block_table.tobytes() for row in rows),
-        sample_rows=pack(i for i, _ in samples),
-        sample_sequence_indexes=pack(index for _, index in samples),
+        request_ids=pack(numbers),
+        sequence_indexes=pack(indexes),
+        num_computed_tokens=pack(starts),
+        num_new_tokens=pack(counts),
+        token_ids=b"".join(tokens),
+        block_table_lengths=pack(lengths),
+        block_tables=b"".join(tables),
+        sample_rows=pack(sample_rows),
+        sample_sequence_indexes=pack(sample_indexes),
         blocks_to_swap_out=_pairs(plan.blocks_to_swap_out),
         blocks_to_swap_in=_pairs(plan.blocks_to_swap_in),
         blocks_to_copy=_pairs(plan.blocks_to_copy),

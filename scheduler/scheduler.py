@@ -257,14 +257,24 @@ class Scheduler:
 
     def _schedule_running(self, plan: Plan, prefilling: bool | None = None) -> None:
         """Rows for the running groups, or for those of them that are `prefilling` or not."""
-        running = self.queues.running
-        groups = [group for group in running if prefilling is None or prefilling == group.prefilling]
+        has_slots, add_row = self.blocks.has_slots, self._add_row
+        groups = [group for group in self.queues.running if prefilling is None or prefilling == group.prefilling]
         # Every row gets a token. What they leave of the budget goes to longer chunks, oldest first.
-        chunk_budget = self.policy.max_num_batched_tokens - sum(group.num_rows for group in groups)
+        chunk_budget = self.policy.max_num_batched_tokens - sum([len(g.live) if g.forked else 1 for g in groups])
         for group in groups:
-            if group.root.status is not Status.RUNNING:
+            sequence = group.live[0]
+            if sequence.status is not Status.RUNNING:
                 break  # preempted for an older one, and so are all behind it
-            chunk_budget -= self._schedule_group(plan, group, chunk_budget)
+            # What nearly all rows are: one more token, into a block that is begun.
+            if (
+                group.forked
+                and len(group.live) == 1
+                and sequence.num_tokens == sequence.num_computed_tokens + 1
+                and has_slots(sequence, sequence.num_tokens)
+            ):
+                add_row(plan, group, sequence, 1)
+            else:
+                chunk_budget -= self._schedule_group(plan, group, chunk_budget)
 
     def _schedule_group(self, plan: Plan, group: SequenceGroup, chunk_budget: int) -> int:
         """Rows for all sequences of a running group, or for none where it is preempted itself.
@@ -318,7 +328,7 @@ class Scheduler:
             group.known_to_worker = True
             plan.new_groups.append(group)
         plan.add(Row(group, sequence, sequence.num_computed_tokens, num_new_tokens, samples))
-        if self.policy.prefix_caching:
+        if self.policy.prefix_caching and end >= (len(sequence.contents) + 1) * self.queues.blocks.block_size:
             self.blocks.remember(group, sequence, end)
 
     # What waits
