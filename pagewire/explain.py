@@ -41,6 +41,7 @@ def explained(facts: pb.ExplainRequestResponse) -> Iterator[tuple[str, str]]:
     cached = f"{facts.num_cached_prompt_tokens} of the prompt found cached"
     yield "tokens", f"{facts.num_computed_tokens} computed, {facts.num_output_tokens} sampled, {cached}"
     yield "sequences", f"{facts.num_running_seqs} of at most {facts.max_num_seqs} run, of all requests"
+    yield "steps", f"{facts.last_step_tokens} tokens in the last one, of at most {facts.max_num_batched_tokens}"
     if facts.num_preemptions:
         times = "once" if facts.num_preemptions == 1 else f"{facts.num_preemptions} times"
         by = f" for {facts.preempted_by}" if facts.preempted_by else ""

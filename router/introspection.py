@@ -152,4 +152,6 @@ def _explanation(facts: session_pb2.ExplainResponse) -> pb.ExplainRequestRespons
         num_running_seqs=facts.num_running_seqs,
         max_num_seqs=facts.max_num_seqs,
         waited_ms=facts.waited_ms,
+        last_step_tokens=facts.last_step_tokens,
+        max_num_batched_tokens=facts.max_num_batched_tokens,
     )

@@ -55,9 +55,9 @@ def describe(core: Scheduler, loop: SchedulerLoop) -> pb.GetStateResponse:
     )
 
 
-def describe_request(core: Scheduler, group: SequenceGroup, serving: bool, now: float) -> pb.ExplainResponse:
+def describe_request(core: Scheduler, loop: SchedulerLoop, group: SequenceGroup, now: float) -> pb.ExplainResponse:
     """Why a live request is where it is."""
-    explanation = explain(core, group, serving)
+    explanation = explain(core, group, loop.serving)
     return pb.ExplainResponse(
         status=_STATUS[explanation.status],
         reason=_REASON[explanation.reason],
@@ -75,4 +75,6 @@ def describe_request(core: Scheduler, group: SequenceGroup, serving: bool, now: 
         num_running_seqs=core.queues.num_running_seqs,
         max_num_seqs=core.policy.max_num_seqs,
         waited_ms=(now - group.arrival) * 1e3,
+        last_step_tokens=loop.last_step_tokens,
+        max_num_batched_tokens=core.policy.max_num_batched_tokens,
     )

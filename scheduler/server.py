@@ -97,7 +97,7 @@ class SessionService:
         if ticket is None:
             message = f"request_id: no live request is called {request.request_id[:128]!r}"
             raise Refusal(grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND", message)
-        return describe_request(core, ticket.group, self._loop.serving, time.monotonic())
+        return describe_request(core, self._loop, ticket.group, time.monotonic())
 
     async def report_load(self) -> None:
         """Tells every router the load when it changed: within a second, and at once when serving begins or ends."""

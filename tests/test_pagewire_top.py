@@ -239,6 +239,8 @@ WAITING = pb.ExplainRequestResponse(
     preempted_by="r0",
     preemption_reason="recompute, 20 tokens take 1.0 ms",
     waited_ms=1234.5,
+    last_step_tokens=16,
+    max_num_batched_tokens=17,
 )
 
 
@@ -252,6 +254,7 @@ def test_explain_says_why_a_request_waits(fake, target):
         "blocks     0 held, 5 needed to run, 3 can be allocated now",
         "tokens     16 computed, 4 sampled, 8 of the prompt found cached",
         "sequences  6 of at most 7 run, of all requests",
+        "steps      16 tokens in the last one, of at most 17",
         "preempted  2 times, last for r0: recompute, 20 tokens take 1.0 ms",
         "submitted  1.2 s ago",
     ]

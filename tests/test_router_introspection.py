@@ -241,6 +241,8 @@ async def test_a_requests_explanation_is_the_schedulers_own():
         "num_running_seqs": 6,
         "max_num_seqs": 7,
         "waited_ms": 1234.5,
+        "last_step_tokens": 16,
+        "max_num_batched_tokens": 17,
     }
     async with router_alone() as plane:
         status, reason = session_pb2.STATUS_WAITING, session_pb2.REASON_BLOCKS
