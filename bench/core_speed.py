@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from protos.columns import pack, pack_floats, unpack, unpack_floats
+from protos.columns import pack, pack_floats
 from protos.sampling_pb2 import Sampling
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse
 from scheduler.block_manager import BlockManager
-from scheduler.plan import Plan, StepResult, to_request
+from scheduler.plan import Plan, StepResult, to_request, to_result
 from scheduler.policy import Policy
 from scheduler.scheduler import Scheduler
 
@@ -209,8 +209,7 @@ class Driver:
 
 def parse(data: bytes) -> StepResult:
     """The worker's answer, as the scheduler's link to it reads it."""
-    response = ExecuteModelResponse.FromString(data)
-    return StepResult(unpack(response.token_ids), unpack_floats(response.logprobs), unpack(response.failed_samples))
+    return to_result(ExecuteModelResponse.FromString(data))
 
 
 @contextmanager

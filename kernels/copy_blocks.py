@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.forms import form
+from kernels.forms import check_swap
 
 _WORDS = 2048  # of 8 bytes: what a program has on its way at once
 _PROGRAMS_ON_LINK = 64
@@ -129,11 +129,6 @@ def _as_words(kv_cache: Tensor) -> Tensor:
 
 
 def _check(source: Tensor, destination: Tensor, block_pairs: Tensor) -> None:
-    if source.ndim != 6 or source.shape[:2] != destination.shape[:2] or source.shape[3:] != destination.shape[3:]:
-        raise ValueError(f"source {form(source)} and destination {form(destination)} do not fit together")
-    if source.dtype != destination.dtype:
-        raise ValueError(f"source and destination differ in dtype: {source.dtype}, {destination.dtype}")
+    check_swap(source, destination, block_pairs)
     if not source.is_contiguous() or not destination.is_contiguous():
         raise ValueError(f"the pools are to be contiguous; their strides are {source.stride()}, {destination.stride()}")
-    if block_pairs.ndim != 2 or block_pairs.shape[1] != 2 or block_pairs.dtype != torch.int64:
-        raise ValueError(f"block_pairs is {form(block_pairs)}; it is to be int64 [num_pairs, 2]")

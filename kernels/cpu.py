@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels import build
+from kernels.forms import check_attention, check_slots, form
 
 _ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _THREADS = (c_void_p, c_int)
@@ -96,20 +97,14 @@ class CpuKernels:
         """See `reference.paged_attention`; slots behind the context may hold anything, and indices are int32."""
         if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
             raise ValueError(f"window {window} and softcap {softcap} are to be positive, or None")
+        check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
         num_tokens, num_heads, head_dim = q.shape
         num_blocks, block_size, num_kv_heads = _check_caches(k_cache, v_cache, q.dtype, head_dim)
         num_rows = context_lengths.shape[0]
-        if num_heads % num_kv_heads != 0:
-            raise ValueError(f"{num_heads} query heads do not share {num_kv_heads} K/V heads equally")
         _check_tokens(q, "q")
-        if block_tables.ndim != 2 or block_tables.shape[0] != num_rows or query_starts.shape != (num_rows + 1,):
-            raise ValueError(
-                f"block_tables {_form(block_tables)}, query_starts {_form(query_starts)} and "
-                f"context_lengths {_form(context_lengths)} do not have the same rows"
-            )
         for name, indices in (("block_tables", block_tables), ("starts", query_starts), ("lengths", context_lengths)):
             if indices.dtype != torch.int32 or not indices.is_contiguous():
-                raise ValueError(f"{name} {_form(indices)} are not contiguous int32")
+                raise ValueError(f"{name} {form(indices)} are not contiguous int32")
         out = torch.empty(q.shape, dtype=q.dtype)
         misfit = self._paged_attention[q.dtype](
             q.data_ptr(),
@@ -150,7 +145,7 @@ class CpuKernels:
         num_tokens, num_heads, head_dim = k.shape
         num_blocks, block_size, num_kv_heads = _check_caches(k_cache, v_cache, k.dtype, head_dim)
         if v.shape != k.shape or v.dtype != k.dtype or num_heads != num_kv_heads:
-            raise ValueError(f"k {_form(k)} and v {_form(v)} do not fit together, or {num_kv_heads} K/V heads")
+            raise ValueError(f"k {form(k)} and v {form(v)} do not fit together, or {num_kv_heads} K/V heads")
         _check_tokens(k, "k")
         _check_tokens(v, "v")
         _check_slots(slot_mapping, num_tokens)
@@ -184,9 +179,9 @@ class CpuKernels:
         _check_slots(slot_mapping, num_tokens)
         angles = (num_tokens, head_dim // 2)
         if cos.shape != angles or sin.shape != angles or not cos.dtype == sin.dtype == heads.dtype:
-            raise ValueError(f"cos {_form(cos)} and sin {_form(sin)} do not fit heads {_form(heads)}")
+            raise ValueError(f"cos {form(cos)} and sin {form(sin)} do not fit heads {form(heads)}")
         if num_heads < 1 or head_dim % 2 != 0 or not (cos.is_contiguous() and sin.is_contiguous()):
-            raise ValueError(f"heads {_form(heads)} with {num_kv_heads} K/V heads, or strided cos and sin")
+            raise ValueError(f"heads {form(heads)} with {num_kv_heads} K/V heads, or strided cos and sin")
         misfit = self._rotate_and_cache[heads.dtype](
             heads.data_ptr(),
             heads.stride(0),
@@ -215,13 +210,13 @@ class CpuKernels:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """See `reference.add_rms_norm`; x and residual are contiguous."""
         if x.shape != residual.shape or x.dtype != residual.dtype or not residual.is_contiguous():
-            raise ValueError(f"x {_form(x)} and residual {_form(residual)} differ, or the latter is strided")
+            raise ValueError(f"x {form(x)} and residual {form(residual)} differ, or the latter is strided")
         return self._normalize(x, residual, weight, epsilon)
 
     def _normalize(self, x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
         size = x.shape[-1]
         if weight.shape != (size,) or weight.dtype != x.dtype:
-            raise ValueError(f"weight {_form(weight)} does not fit x {_form(x)}")
+            raise ValueError(f"weight {form(weight)} does not fit x {form(x)}")
         _check_dense(x, "x")
         _check_dense(weight, "weight")
         out = torch.empty_like(x)
@@ -242,7 +237,7 @@ class CpuKernels:
         """See `reference.silu_and_mul`; x is contiguous."""
         num_rows, size = x.shape
         if size % 2 != 0:
-            raise ValueError(f"x {_form(x)} has no two halves")
+            raise ValueError(f"x {form(x)} has no two halves")
         _check_dense(x, "x")
         out = torch.empty(num_rows, size // 2, dtype=x.dtype)
         self._silu_and_mul[x.dtype](x.data_ptr(), out.data_ptr(), num_rows, size // 2, self._region, self._num_threads)
@@ -316,11 +311,11 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype, head_dim
     """num_blocks, block_size and num_kv_heads."""
     num_blocks, block_size, num_kv_heads, cache_head_dim = k_cache.shape
     if v_cache.shape != k_cache.shape or cache_head_dim != head_dim:
-        raise ValueError(f"k_cache {_form(k_cache)} and v_cache {_form(v_cache)} do not fit heads of {head_dim}")
+        raise ValueError(f"k_cache {form(k_cache)} and v_cache {form(v_cache)} do not fit heads of {head_dim}")
     if not dtype == k_cache.dtype == v_cache.dtype:
         raise ValueError(f"the arguments differ in dtype: {dtype}, caches {k_cache.dtype}, {v_cache.dtype}")
     if dtype not in _ELEMENTS or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError(f"caches are to be contiguous float32 or bfloat16, not {_form(k_cache)}")
+        raise ValueError(f"caches are to be contiguous float32 or bfloat16, not {form(k_cache)}")
     if dtype == torch.bfloat16 and (block_size % 2 or head_dim % 2):
         raise ValueError(f"blocks of {block_size} tokens with heads of {head_dim} are no pairs of bfloat16")
     return num_blocks, block_size, num_kv_heads
@@ -330,19 +325,15 @@ def _check_tokens(x: Tensor, name: str) -> None:
     """That each token's heads stand side by side, [num_tokens, num_heads, head_dim], in CPU memory."""
     together = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
     if x.device.type != "cpu" or not together:
-        raise ValueError(f"{name} {_form(x)} of strides {x.stride()} on {x.device}: heads are to stand side by side")
+        raise ValueError(f"{name} {form(x)} of strides {x.stride()} on {x.device}: heads are to stand side by side")
 
 
 def _check_slots(slot_mapping: Tensor, num_tokens: int) -> None:
-    if slot_mapping.shape != (num_tokens,) or slot_mapping.dtype != torch.int64 or not slot_mapping.is_contiguous():
-        raise ValueError(f"slot_mapping is {_form(slot_mapping)}; it is to be int64 {[num_tokens]}")
+    check_slots(slot_mapping, num_tokens)
+    if not slot_mapping.is_contiguous():
+        raise ValueError(f"slot_mapping {form(slot_mapping)} is not contiguous")
 
 
 def _check_dense(x: Tensor, name: str) -> None:
     if x.dtype not in _ELEMENTS or x.device.type != "cpu" or not x.is_contiguous():
-        raise ValueError(f"{name} {_form(x)} is to be contiguous float32 or bfloat16 on the CPU")
-
-
-def _form(x: Tensor) -> str:
-    """Dtype and shape, for messages."""
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+        raise ValueError(f"{name} {form(x)} is to be contiguous float32 or bfloat16 on the CPU")

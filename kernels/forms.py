@@ -1,4 +1,4 @@
-"""What the wrappers of the Triton kernels check alike, and how their messages put it."""
+"""What the wrappers of an operation check alike, whichever way it is computed, and how their messages put it."""
 
 import torch
 from torch import Tensor
@@ -10,6 +10,38 @@ INDICES = (torch.int32, torch.int64)
 def form(x: Tensor) -> str:
     """Dtype and shape, for messages."""
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def check_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_starts: Tensor, context_lengths: Tensor
+) -> None:
+    """Raises ValueError unless the shapes of paged attention's arguments fit together."""
+    num_rows = context_lengths.shape[0]
+    if k_cache.shape != v_cache.shape or k_cache.ndim != 4 or q.ndim != 3 or q.shape[2] != k_cache.shape[3]:
+        raise ValueError(f"q {form(q)}, k_cache {form(k_cache)} and v_cache {form(v_cache)} do not fit together")
+    if q.shape[1] % k_cache.shape[2] != 0:
+        raise ValueError(f"{q.shape[1]} query heads do not share {k_cache.shape[2]} K/V heads equally")
+    if block_tables.ndim != 2 or block_tables.shape[0] != num_rows or query_starts.shape != (num_rows + 1,):
+        raise ValueError(
+            f"block_tables {form(block_tables)}, query_starts {form(query_starts)} and "
+            f"context_lengths {form(context_lengths)} do not have the same rows"
+        )
+
+
+def check_swap(source: Tensor, destination: Tensor, block_pairs: Tensor) -> None:
+    """Raises ValueError unless blocks of `source` can be copied into `destination`, and `block_pairs` says which."""
+    if source.ndim != 6 or source.shape[:2] != destination.shape[:2] or source.shape[3:] != destination.shape[3:]:
+        raise ValueError(f"source {form(source)} and destination {form(destination)} do not fit together")
+    if source.dtype != destination.dtype:
+        raise ValueError(f"source and destination differ in dtype: {source.dtype}, {destination.dtype}")
+    if block_pairs.ndim != 2 or block_pairs.shape[1] != 2 or block_pairs.dtype != torch.int64:
+        raise ValueError(f"block_pairs is {form(block_pairs)}; it is to be int64 [num_pairs, 2]")
+
+
+def check_slots(slot_mapping: Tensor, num_tokens: int) -> None:
+    """Raises ValueError unless there is a slot for each token."""
+    if slot_mapping.shape != (num_tokens,) or slot_mapping.dtype != torch.int64:
+        raise ValueError(f"slot_mapping is {form(slot_mapping)}; it is to be int64 {[num_tokens]}")
 
 
 def check_floats(**tensors: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.attention_shape import AttentionShape
 from kernels.batch_bounds import BatchBounds
 from kernels.decode_attention import attend_short_rows, plan_splits
-from kernels.forms import check_floats, check_indices, form
+from kernels.forms import check_attention, check_floats, check_indices
 from kernels.prefill_attention import attend_long_rows
 
 _MOST_HEAD_DIM = 256
@@ -117,16 +117,8 @@ def _check(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    if k_cache.shape != v_cache.shape or k_cache.ndim != 4 or q.ndim != 3 or q.shape[2] != k_cache.shape[3]:
-        raise ValueError(f"q {form(q)}, k_cache {form(k_cache)} and v_cache {form(v_cache)} do not fit together")
-    if q.shape[1] % k_cache.shape[2] != 0:
-        raise ValueError(f"{q.shape[1]} query heads do not share {k_cache.shape[2]} K/V heads equally")
+    check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
     num_rows = context_lengths.shape[0]
-    if block_tables.ndim != 2 or block_tables.shape[0] != num_rows or query_starts.shape != (num_rows + 1,):
-        raise ValueError(
-            f"block_tables {form(block_tables)}, query_starts {form(query_starts)} and "
-            f"context_lengths {form(context_lengths)} do not have the same rows"
-        )
     check_floats(q=q, k_cache=k_cache, v_cache=v_cache)
     check_indices(block_tables=block_tables, query_starts=query_starts, context_lengths=context_lengths)
     if k_cache.stride() != v_cache.stride():

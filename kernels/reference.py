@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from kernels.forms import check_attention, check_slots, check_swap, form
+
 
 def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Writes each token's K and V into its slot, block_id * block_size + offset.
@@ -28,12 +30,11 @@ def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, sl
     """
     if k.shape != v.shape or k_cache.shape != v_cache.shape or k.shape[1:] != k_cache.shape[2:]:
         raise ValueError(
-            f"k {_form(k)}, v {_form(v)}, k_cache {_form(k_cache)} and v_cache {_form(v_cache)} do not fit together"
+            f"k {form(k)}, v {form(v)}, k_cache {form(k_cache)} and v_cache {form(v_cache)} do not fit together"
         )
     if not k.dtype == v.dtype == k_cache.dtype == v_cache.dtype:
         raise ValueError(f"k, v and the caches differ in dtype: {k.dtype}, {v.dtype}, {k_cache.dtype}, {v_cache.dtype}")
-    if slot_mapping.shape != k.shape[:1] or slot_mapping.dtype != torch.int64:
-        raise ValueError(f"slot_mapping is {_form(slot_mapping)}; it is to be int64 {[k.shape[0]]}")
+    check_slots(slot_mapping, k.shape[0])
     written = slot_mapping >= 0
     if not written.all():
         k, v, slot_mapping = k[written], v[written], slot_mapping[written]
@@ -75,7 +76,9 @@ def paged_attention(
     Returns:
         [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
     """
-    _check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
+    check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
+        raise ValueError(f"q and the caches differ in dtype: {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
     if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
         raise ValueError(f"window {window} and softcap {softcap} are to be positive, or None")
     starts, lengths = query_starts.tolist(), context_lengths.tolist()
@@ -196,23 +199,6 @@ def _of_similar_length(rows: list[int], lengths: Sequence[int]) -> list[list[int
     return groups
 
 
-def _check_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_starts: Tensor, context_lengths: Tensor
-) -> None:
-    num_rows = context_lengths.shape[0]
-    if k_cache.shape != v_cache.shape or k_cache.ndim != 4 or q.ndim != 3 or q.shape[2] != k_cache.shape[3]:
-        raise ValueError(f"q {_form(q)}, k_cache {_form(k_cache)} and v_cache {_form(v_cache)} do not fit together")
-    if q.shape[1] % k_cache.shape[2] != 0:
-        raise ValueError(f"{q.shape[1]} query heads do not share {k_cache.shape[2]} K/V heads equally")
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(f"q and the caches differ in dtype: {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
-    if block_tables.ndim != 2 or block_tables.shape[0] != num_rows or query_starts.shape != (num_rows + 1,):
-        raise ValueError(
-            f"block_tables {_form(block_tables)}, query_starts {_form(query_starts)} and "
-            f"context_lengths {_form(context_lengths)} do not have the same rows"
-        )
-
-
 def copy_blocks(kv_cache: Tensor, block_pairs: Tensor) -> None:
     """Copies blocks onto others of the same cache in all layers; every block is read before any is written.
 
@@ -231,12 +217,7 @@ def swap_blocks(source: Tensor, destination: Tensor, block_pairs: Tensor) -> Non
         destination: like `source` but for num_blocks, written in place.
         block_pairs: [num_pairs, 2] int64, (from, to); no block is written twice.
     """
-    if source.ndim != 6 or source.shape[:2] != destination.shape[:2] or source.shape[3:] != destination.shape[3:]:
-        raise ValueError(f"source {_form(source)} and destination {_form(destination)} do not fit together")
-    if source.dtype != destination.dtype:
-        raise ValueError(f"source and destination differ in dtype: {source.dtype}, {destination.dtype}")
-    if block_pairs.ndim != 2 or block_pairs.shape[1] != 2 or block_pairs.dtype != torch.int64:
-        raise ValueError(f"block_pairs is {_form(block_pairs)}; it is to be int64 [num_pairs, 2]")
+    check_swap(source, destination, block_pairs)
     from_blocks, to_blocks = block_pairs.unbind(1)
     on_cpu = source.device.type == destination.device.type == "cpu"
     if on_cpu and not (source is destination and torch.isin(from_blocks, to_blocks).any()):
@@ -268,7 +249,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         Like `x`.
     """
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
-        raise ValueError(f"weight {_form(weight)} does not fit x {_form(x)}")
+        raise ValueError(f"weight {form(weight)} does not fit x {form(x)}")
     wide = x.to(torch.float32, copy=True)  # a copy in float32 too, since it is scaled in place
     inverse_rms = wide.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
     return wide.mul_(inverse_rms).to(x.dtype).mul_(weight)
@@ -277,7 +258,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Adds `x` to `residual` in place, and gives the RMSNorm of the sum; shapes as in `rms_norm`."""
     if x.shape != residual.shape or x.dtype != residual.dtype:
-        raise ValueError(f"x {_form(x)} and residual {_form(residual)} differ")
+        raise ValueError(f"x {form(x)} and residual {form(residual)} differ")
     return rms_norm(residual.add_(x), weight, epsilon)
 
 
@@ -293,7 +274,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         sin: like `cos`.
     """
     if cos.shape != (x.shape[0], x.shape[2] // 2) or sin.shape != cos.shape or not x.dtype == cos.dtype == sin.dtype:
-        raise ValueError(f"cos {_form(cos)} and sin {_form(sin)} do not fit x {_form(x)}")
+        raise ValueError(f"cos {form(cos)} and sin {form(sin)} do not fit x {form(x)}")
     cos, sin = cos[:, None], sin[:, None]
     first, second = x.chunk(2, dim=-1)
     rotated_first = torch.addcmul(first * cos, second, sin, value=-1)
@@ -320,7 +301,7 @@ def rotate_and_cache(
     num_kv_heads = k_cache.shape[2]
     num_heads = heads.shape[1] - 2 * num_kv_heads
     if num_heads < 1:
-        raise ValueError(f"heads {_form(heads)} hold no queries beside {num_kv_heads} K/V heads")
+        raise ValueError(f"heads {form(heads)} hold no queries beside {num_kv_heads} K/V heads")
     rotary_embedding(heads[:, :-num_kv_heads], cos, sin)  # q and k at once
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
@@ -337,11 +318,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
         [num_tokens, size].
     """
     if x.shape[-1] % 2 != 0:
-        raise ValueError(f"x {_form(x)} has no two halves")
+        raise ValueError(f"x {form(x)} has no two halves")
     gate, up = x.chunk(2, dim=-1)
     return silu(gate).mul_(up)
-
-
-def _form(x: Tensor) -> str:
-    """Dtype and shape, for messages."""
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"

@@ -5,12 +5,11 @@ each (head, token) instead, and rotates queries and keys on the way (RoFormer: S
 that a projection is read and written once between the matrix product and attention.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.forms import check_floats, form
+from kernels.forms import check_floats, check_slots, form
 from kernels.rotary_embedding import check_rotary, rotated
 
 
@@ -162,5 +161,4 @@ def rotate_and_cache(
 def _check_slots(k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_tokens: int) -> None:
     if k_cache.ndim != 4 or k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride():
         raise ValueError(f"k_cache {form(k_cache)} and v_cache {form(v_cache)} differ in shape or strides")
-    if slot_mapping.shape != (num_tokens,) or slot_mapping.dtype != torch.int64:
-        raise ValueError(f"slot_mapping is {form(slot_mapping)}; it is to be int64 {[num_tokens]}")
+    check_slots(slot_mapping, num_tokens)

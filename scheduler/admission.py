@@ -90,13 +90,17 @@ def check_submission(
 
 def can_allocate(
     group: SequenceGroup, prefix: list[tuple[int, int]], blocks: BlockManager, num_reserved: int
-) -> Admission:
-    """Whether a group, of whose tokens `prefix` holds the first, can come in and `num_reserved` blocks stay free."""
+) -> tuple[Admission, int]:
+    """Whether a group, of whose tokens `prefix` holds the first, can come in and `num_reserved` blocks stay free.
+
+    Returns:
+        That, and how many blocks have to be free for it, the reserved ones included.
+    """
     num_blocks = num_blocks_to_admit(group, blocks)
+    num_free_needed = num_blocks - blocks.num_held_of(prefix) + num_reserved
     if num_blocks > blocks.num_blocks:
-        return Admission.NEVER
-    num_taken = num_blocks - blocks.num_held_of(prefix)
-    return Admission.OK if num_taken <= blocks.num_free - num_reserved else Admission.LATER
+        return Admission.NEVER, num_free_needed
+    return Admission.OK if num_free_needed <= blocks.num_free else Admission.LATER, num_free_needed
 
 
 def num_blocks_to_admit(group: SequenceGroup, blocks: BlockManager) -> int:

@@ -7,9 +7,9 @@ from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from protos.columns import pack
+from protos.columns import pack, unpack, unpack_floats
 from protos.sampling_pb2 import LogprobColumns
-from protos.worker_pb2 import ExecuteModelRequest, NewRequest
+from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, NewRequest
 from scheduler.preemption import Preemption
 from scheduler.sequence import Sequence, SequenceGroup
 
@@ -193,8 +193,26 @@ def to_request(plan: Plan, epoch: int) -> ExecuteModelRequest:
     )
 
 
+def to_result(response: ExecuteModelResponse) -> StepResult:
+    """The worker's answer out of its columns."""
+    timings = response.timings
+    return StepResult(
+        unpack(response.token_ids),
+        unpack_floats(response.logprobs),
+        unpack(response.failed_samples),
+        unpack(response.candidate_token_ids),
+        unpack_floats(response.candidate_logprobs),
+        step_s=(timings.prepare_ms + timings.forward_ms + timings.sample_ms - timings.swap_ms) / 1e3,
+        swap_s=timings.swap_ms / 1e3,
+        top_logprobs=response.top_logprobs,
+        prompt_logprobs=response.prompt_logprobs,
+    )
+
+
 def _new_request(group: SequenceGroup) -> NewRequest:
     new = NewRequest(request_id=group.number, sampling=group.sampling)
+    if group.beam is not None:
+        new.sampling.num_candidates = group.beam.num_candidates
     if group.penalized or group.prompt_logprobs is not None:
         new.prompt_token_ids = group.prompt_token_ids.tobytes()
     if group.penalized:

@@ -20,7 +20,6 @@ from scheduler.admission import (
     can_allocate,
     check_submission,
     max_tokens_that_fit,
-    num_blocks_to_admit,
     num_blocks_to_swap_in,
     why_never,
 )
@@ -260,7 +259,7 @@ class Scheduler:
         has_slots, add_row = self.blocks.has_slots, self._add_row
         groups = [group for group in self.queues.running if prefilling is None or prefilling == group.prefilling]
         # Every row gets a token. What they leave of the budget goes to longer chunks, oldest first.
-        chunk_budget = self.policy.max_num_batched_tokens - sum([len(g.live) if g.forked else 1 for g in groups])
+        chunk_budget = self.policy.max_num_batched_tokens - sum([group.num_rows for group in groups])
         for group in groups:
             sequence = group.live[0]
             if sequence.status is not Status.RUNNING:
@@ -367,14 +366,14 @@ class Scheduler:
             tokens = group.token_ids(group.root, 0, group.targets()[0][1])
             looks_up = self.policy.prefix_caching and not group.owes_prompt_logprobs
             prefix = self.blocks.match(tokens, group.salt) if looks_up else []
-            match can_allocate(group, prefix, self.blocks, self.num_reserved()):
+            admission, num_free_needed = can_allocate(group, prefix, self.blocks, self.num_reserved())
+            match admission:
                 case Admission.NEVER:
                     self._decoder.end_unfinished(plan, group, why_never(group, self.blocks))
                     continue
                 case Admission.LATER:
-                    num_blocks = num_blocks_to_admit(group, self.blocks) - self.blocks.num_held_of(prefix)
                     found = (tokens, prefix) if looks_up else ()
-                    self._blocked = Blocked(group, num_blocks + self.num_reserved(), *found)
+                    self._blocked = Blocked(group, num_free_needed, *found)
                     return self._hold_up(group, Reason.BLOCKS)
             num_missing = len(tokens) - len(prefix) * self.blocks.block_size
             if not self.policy.chunked_prefill and plan.rows and num_missing > num_tokens_left:

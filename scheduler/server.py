@@ -215,7 +215,7 @@ class SessionService:
             if search.early_stopping not in _EARLY_STOPPING or search.width < 1:
                 raise ValueError("beam_search needs a width and a known early_stopping")
             beam = BeamParams(search.width, search.length_penalty, _EARLY_STOPPING[search.early_stopping])
-        group = self._core().submit(
+        return self._core().submit(
             request_id=submit.request_id,
             prompt_token_ids=unpack(submit.prompt_token_ids),
             n=submit.n,
@@ -229,9 +229,6 @@ class SessionService:
             now=now,
             deadline=now + submit.timeout_ms / 1e3 if submit.timeout_ms else None,
         )
-        if group.beam is not None:
-            submit.sampling.num_candidates = group.beam.num_candidates
-        return group
 
     def _cancel(self, session: RouterSession, handle: int) -> None:
         ticket = session.tickets.get(handle)

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import grpc
 
 from protos import rpc
-from protos.columns import unpack, unpack_floats
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoRequest, GetInfoResponse
 from protos.worker_pb2_grpc import WorkerServiceStub
-from scheduler.plan import Plan, StepResult, to_request
+from scheduler.plan import Plan, StepResult, to_request, to_result
 
 log = logging.getLogger(__name__)
 
@@ -74,18 +73,7 @@ class WorkerLink:
         if not isinstance(response, ExecuteModelResponse):  # the stream's end
             raise WorkerLost(await self._last_words())
         assert response.step_id == plan.step_id, "results out of order"
-        timings = response.timings
-        return StepResult(
-            unpack(response.token_ids),
-            unpack_floats(response.logprobs),
-            unpack(response.failed_samples),
-            unpack(response.candidate_token_ids),
-            unpack_floats(response.candidate_logprobs),
-            step_s=(timings.prepare_ms + timings.forward_ms + timings.sample_ms - timings.swap_ms) / 1e3,
-            swap_s=timings.swap_ms / 1e3,
-            top_logprobs=response.top_logprobs,
-            prompt_logprobs=response.prompt_logprobs,
-        )
+        return to_result(response)
 
     def close_stream(self) -> None:
         """Cancels the stream of steps, if one is open: an abandoned call is never collected."""

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from protos.columns import unpack, unpack_floats
 from protos.sampling_pb2 import Sampling
 from scheduler.beam import BeamParams, EarlyStopping
 from scheduler.block_manager import BlockManager
-from scheduler.plan import StepResult, to_request
+from scheduler.plan import to_request, to_result
 from scheduler.policy import Policy, PreemptionMode
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup
@@ -57,7 +56,7 @@ class Deployment:
         self.max_num_held = 0
 
     def submit(self, place: int, prompt: list[int], n=1, beam: BeamParams | None = None, **sampling) -> SequenceGroup:
-        group = self.core.submit(
+        return self.core.submit(
             request_id=str(place),
             prompt_token_ids=array("i", prompt),
             n=n,
@@ -69,25 +68,13 @@ class Deployment:
             ),
             now=float(place),
         )
-        if group.beam is not None:
-            group.sampling.num_candidates = group.beam.num_candidates
-        return group
 
     def step(self) -> None:
         plan = self.core.schedule(1000.0)
         self.core.check()
         response = self.runner.execute(to_request(plan, epoch=0))
         assert not response.failed_samples
-        self.core.update(
-            plan,
-            StepResult(
-                unpack(response.token_ids),
-                unpack_floats(response.logprobs),
-                (),
-                unpack(response.candidate_token_ids),
-                unpack_floats(response.candidate_logprobs),
-            ),
-        )
+        self.core.update(plan, to_result(response))
         self.core.check()
         self.max_num_held = max(self.max_num_held, self.core.blocks.num_held)
 

@@ -8,11 +8,11 @@ from array import array
 
 import pytest
 
-from protos.columns import pack, pack_floats, unpack, unpack_floats
+from protos.columns import pack, pack_floats
 from protos.sampling_pb2 import Sampling
 from scheduler.beam import BeamParams
 from scheduler.block_manager import BlockManager
-from scheduler.plan import StepResult, to_request
+from scheduler.plan import to_request, to_result
 from scheduler.policy import Policy, PreemptionMode
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup
@@ -64,7 +64,7 @@ class Deployment:
         self._start_worker()
 
     def submit(self, place: int, prompt: list[int], n=1, beam=None, biases=None, **sampling) -> SequenceGroup:
-        group = self.core.submit(
+        return self.core.submit(
             request_id=str(place),
             prompt_token_ids=array("i", prompt),
             n=n,
@@ -80,9 +80,6 @@ class Deployment:
             ),
             now=float(place),
         )
-        if group.beam is not None:
-            group.sampling.num_candidates = group.beam.num_candidates
-        return group
 
     def step(self, interrupt=None) -> None:
         """One step; `interrupt` falls between its plan and its result."""
@@ -91,18 +88,7 @@ class Deployment:
         assert not response.failed_samples
         if interrupt is not None:
             interrupt(plan)
-        self.core.update(
-            plan,
-            StepResult(
-                unpack(response.token_ids),
-                unpack_floats(response.logprobs),
-                (),
-                unpack(response.candidate_token_ids),
-                unpack_floats(response.candidate_logprobs),
-                top_logprobs=response.top_logprobs,
-                prompt_logprobs=response.prompt_logprobs,
-            ),
-        )
+        self.core.update(plan, to_result(response))
         self.core.check()
 
 
