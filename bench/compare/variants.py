@@ -1,0 +1,100 @@
+"""The engines that are compared, each in the ways in which it is run, and how their drivers are started."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from bench.compare.engine import Command
+from bench.compare.install import Peers
+from bench.compare.workload import NAMES
+from pagewire.processes import environment, module_command
+
+OURS = "pagewire"
+_DRIVERS = Path(__file__).parent / "drivers"
+# The same room for KV in all of them: 46,600 tokens of SmolLM2-135M, twice what the workload ever holds.
+_KV_GIB = 1
+_LIMITS = {"kv_gib": _KV_GIB, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
+
+
+class Precision(Enum):
+    """What the weights are; engines are compared with those of their own kind."""
+
+    BF16 = "bf16"
+    QUANTIZED = "quantized"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One engine in one way to run it.
+
+    Attributes:
+        peer: whose driver and environment it has; `ENGINES` may name it for all its variants.
+        form: in which it loads the model, see `Peers.checkpoint`; empty for the folder itself.
+        options: as its driver takes them.
+        tests: of the workload, that it can play.
+    """
+
+    name: str
+    peer: str
+    precision: Precision = Precision.BF16
+    form: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    tests: tuple[str, ...] = NAMES
+
+
+_ONE_STREAM = ("w1",)
+_PAGEWIRE = {"settings": [f"worker.kv-cache-bytes={_KV_GIB}GiB"]}
+_LLAMACPP = {"kv_tokens": 32768, "slots": 32}
+VARIANTS = (
+    Variant("pagewire", OURS, options=_PAGEWIRE),
+    Variant("openvino", "openvino", form="openvino-bf16", options=_LIMITS),
+    Variant("vllm", "vllm", form="copy", options=_LIMITS | {"max_model_len": 2048}),
+    Variant("llamacpp", "llamacpp", form="gguf-bf16", options=_LLAMACPP),
+    Variant("transformers", "transformers", form="copy", options={"batching": "static"}, tests=("w1", "w2", "w3")),
+    Variant("transformers-continuous", "transformers", form="copy", options=_LIMITS | {"batching": "continuous"}),
+    Variant("openvino-int8", "openvino", Precision.QUANTIZED, "openvino-int8", _LIMITS, _ONE_STREAM),
+    Variant("llamacpp-q8_0", "llamacpp", Precision.QUANTIZED, "gguf-q8_0", _LLAMACPP, _ONE_STREAM),
+    Variant("llamacpp-q4_1", "llamacpp", Precision.QUANTIZED, "gguf-q4_1", _LLAMACPP, _ONE_STREAM),
+)
+
+
+def select(names: Sequence[str], tests: Sequence[str], variants: Sequence[Variant] = VARIANTS) -> list[Variant]:
+    """The variants of these names, or of peers of these names, that play one of the tests.
+
+    Raises:
+        ValueError: a name is not known.
+    """
+    known = {variant.peer for variant in variants} | {variant.name for variant in variants}
+    unknown = [name for name in names if name not in known] + [test for test in tests if test not in NAMES]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)}: no engine or workload; there are {', '.join((*sorted(known), *NAMES))}"
+        )
+    chosen = [variant for variant in variants if {variant.name, variant.peer} & set(names)]
+    return [variant for variant in chosen if set(variant.tests) & set(tests)]
+
+
+def prepare(variant: Variant, model: Path, peers: Peers, logs: Path) -> Command:
+    """The command of a variant's driver; installs its peer and converts the model if need be.
+
+    Raises:
+        InstallError: that failed.
+    """
+    options, log = dict(variant.options), logs / f"{variant.name}.log"
+    program = str(_DRIVERS / f"drive_{variant.peer}.py")
+    if variant.peer == OURS:
+        options["log"] = str(logs / f"{variant.name}-cluster.log")
+        python, variables = module_command(OURS)[0], environment()
+    else:
+        python = str(peers.python(variant.peer))
+        # What our own environment adds to the path is not for theirs; a hub is not asked for what is here.
+        ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+        variables = {name: value for name, value in os.environ.items() if name not in ours} | {"HF_HUB_OFFLINE": "1"}
+    if variant.peer == "llamacpp":
+        options["server"] = str(peers.llama_server())
+    loaded = peers.checkpoint(model, variant.form) if variant.form else model
+    return Command((python, program, str(loaded), json.dumps(options)), variables, log)
