@@ -1,10 +1,12 @@
 # Every target sets up what it needs; nothing is installed outside .venv and the user's cache folder.
 PYTHON ?= python3
 BIN := .venv/bin
+# A machine with a GPU may have what is needed without .venv, and no way to install more.
+GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 PROTOS := $(shell find protos -name '*.proto')
 KERNELS := $(wildcard kernels/csrc/*) kernels/build.py
 
-.PHONY: demo test up protos lint format compose-test soak test-gpu bench-scheduler bench-kv-memory bench-gpu clean
+.PHONY: demo test up protos lint format compose-test soak test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
 
 # The main job on a bare machine: the real model through the real three processes, once.
 demo: .venv/installed
@@ -32,12 +34,22 @@ bench-kv-memory: .venv/installed
 	$(if $(FIGURE),$(BIN)/pip install --disable-pip-version-check --quiet --editable '.[bench]')
 	$(BIN)/python -m bench.kv_memory $(if $(FIGURE),--figure $(FIGURE))
 
-# The kernels on a GPU, where there is one; elsewhere each test says that it was skipped.
+# The service beside its peers, which are installed once (8 GB): ENGINES=pagewire,vllm WORKLOADS=w1,w3 ROUNDS=1 narrow it.
+compare: .venv/installed
+	$(BIN)/pip install --disable-pip-version-check --quiet --editable '.[bench]'
+	$(BIN)/python -m bench.compare $(if $(ENGINES),--engines $(ENGINES)) $(if $(WORKLOADS),--workloads $(WORKLOADS)) \
+	    $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGUMENTS)
+
+# Kernels and worker on a GPU, where there is one; elsewhere each test says that it was skipped.
 test-gpu: .venv/installed
 	$(BIN)/pytest -rs -m gpu
 
-bench-gpu: .venv/installed
-	$(BIN)/python -m bench.gpu
+bench-gpu:
+	$(GPU_PYTHON) -m bench.gpu
+
+# Both, within eight minutes.
+check-gpu:
+	$(GPU_PYTHON) -m bench.gpu_check
 
 up: .venv/installed
 	@$(BIN)/pagewire up

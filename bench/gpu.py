@@ -1,7 +1,7 @@
-"""Speed of the Triton kernels on a GPU, as shares of what the card was measured to reach: `python -m bench.gpu`.
+"""Speed of the Triton kernels and of whole models on a GPU, as shares of what it was measured to reach.
 
-It stops starting cases when its time is up, and each case that fails is named with its error, and is no reason to end.
-Results go to `bench/results/` with the device and the versions. Exit status: 1 when a case failed.
+`python -m bench.gpu` stops starting cases when its time is up; each case that fails is named with its error, and is no
+reason to end. Results go to `bench/results/` with the device and the versions. Exit status: 1 when a case failed.
 
 A case is recorded as a CUDA graph where it can be, as in production, so that the host's share does not count; the
 host's own time for a call is measured beside it. Between repetitions the L2 cache is overwritten.
@@ -11,18 +11,19 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from bench import machine
 
 if TYPE_CHECKING:
-    from bench.gpu_cases import Case, Work
+    from bench.gpu_cases import Case, Timed
 
 _RESULTS = Path(__file__).parent / "results"
-_SECONDS = 170.0
+_SECONDS = 250.0
 _MOST_KV_BYTES = 8 << 30
 # Time that the repetitions of a case may take, and how many there are at least and at most.
 _CASE_MS = 60.0
@@ -39,7 +40,7 @@ class Row:
         name: of the case.
         time_us: of one run on the device, the median.
         host_us: that the host takes to ask for one.
-        rate: GB/s, or TFLOP/s for a case that computes.
+        rate: GB/s; TFLOP/s for a case that computes, tokens/s for one that serves.
         unit: of the rate.
         share: of the case's ceiling; None where there is none.
         beside_us: of torch on contiguous tensors; None where there is nothing to compare with.
@@ -55,6 +56,10 @@ class Row:
     share: float | None = None
     beside_us: float | None = None
     error: str = ""
+
+
+class LeftOut(Exception):
+    """A case that this machine is not made for, and why: no failure."""
 
 
 class Timer(Protocol):
@@ -149,6 +154,8 @@ def run_cases(
         else:
             try:
                 row = _measure(case, timer, ceilings)
+            except LeftOut as reason:
+                row = Row(case.group, case.name, error=f"left out: {reason}")
             except Exception as error:  # whatever one kernel does, the others are measured
                 row = Row(case.group, case.name, error=f"{type(error).__name__}: {str(error).strip()[:300]}")
             try:
@@ -161,16 +168,22 @@ def run_cases(
 
 
 def _measure(case: "Case", timer: Timer, ceilings: dict[str, float]) -> Row:
-    work = case.make()
-    time_us = timer.device_us(work.run, recorded=work.recorded)
-    beside_us = timer.device_us(work.beside, recorded=work.recorded) if work.beside is not None else None
-    rate, unit = _rate(work, time_us)
+    from bench.gpu_cases import Timed
+
+    made, beside_us, operations = case.make(), None, 0
+    if isinstance(made, Timed):
+        timed = made
+    else:
+        time_us = timer.device_us(made.run, recorded=made.recorded)
+        beside_us = timer.device_us(made.beside, recorded=made.recorded) if made.beside is not None else None
+        timed, operations = Timed(time_us, timer.host_us(made.run), made.bytes_moved), made.operations
+    rate, unit = _rate(timed, operations)
     ceiling = ceilings.get(case.ceiling) if case.ceiling is not None else None
     return Row(
         group=case.group,
         name=case.name,
-        time_us=time_us,
-        host_us=timer.host_us(work.run),
+        time_us=timed.time_us,
+        host_us=timed.host_us,
         rate=rate,
         unit=unit,
         share=rate / ceiling if ceiling else None,
@@ -178,10 +191,12 @@ def _measure(case: "Case", timer: Timer, ceilings: dict[str, float]) -> Row:
     )
 
 
-def _rate(work: "Work", time_us: float) -> tuple[float, str]:
-    if work.operations:
-        return work.operations / time_us / 1e6, "TFLOP/s"
-    return work.bytes_moved / time_us / 1e3, "GB/s"
+def _rate(timed: "Timed", operations: int) -> tuple[float, str]:
+    if timed.tokens:
+        return timed.tokens / timed.time_us * 1e6, "tokens/s"
+    if operations:
+        return operations / timed.time_us / 1e6, "TFLOP/s"
+    return timed.bytes_moved / timed.time_us / 1e3, "GB/s"
 
 
 def line(row: Row) -> str:
@@ -191,7 +206,7 @@ def line(row: Row) -> str:
         return f"{title} {'left out' if row.error.startswith('left out') else 'FAILED'}: {row.error}"
     share = f"{row.share:6.1%}" if row.share is not None else " " * 6
     beside = f"  torch {row.beside_us:9.1f} us" if row.beside_us is not None else ""
-    return f"{title} {row.time_us:9.1f} us {row.rate:8.1f} {row.unit:7} {share}  host {row.host_us:6.1f} us{beside}"
+    return f"{title} {row.time_us:11.1f} us {row.rate:8.1f} {row.unit:8} {share}  host {row.host_us:6.1f} us{beside}"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -202,7 +217,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--seconds", type=float, default=_SECONDS, help="no case is started later (default: %(default)s)"
     )
     parser.add_argument("--kv-bytes", type=int, default=_MOST_KV_BYTES, help="most K and V of a decode case's layer")
-    parser.add_argument("--output", type=Path, help="file for the results (default: in bench/results)")
+    parser.add_argument(
+        "--output", type=Path, default=_RESULTS, help="file or folder for the results (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     if options.seconds <= 0 or options.kv_bytes <= 0:
         parser.error("--seconds and --kv-bytes are to be positive")
@@ -213,6 +230,28 @@ def wanted(cases: "Iterable[Case]", only: str) -> "list[Case]":
     """Those whose group begins with one of the names in `only`; all when it is empty."""
     prefixes = tuple(name.strip() for name in only.split(",") if name.strip())
     return [case for case in cases if not prefixes or case.group.startswith(prefixes)]
+
+
+def _model_cases() -> "Iterator[Case]":
+    """Those of whole models, or one that tells why there are none."""
+    from bench.gpu_cases import CUDA, Case
+
+    def refuse(reason: Exception) -> "Timed":
+        raise reason
+
+    try:
+        import torch
+
+        from bench.gpu_model import ModelCases
+
+        models = ModelCases(CUDA)
+        free_bytes = torch.cuda.mem_get_info()[0]
+        if models.bytes_needed > 0.9 * free_bytes:
+            raise LeftOut(f"needs {models.bytes_needed >> 30} GiB, and {free_bytes >> 30} GiB are free")
+    except Exception as error:  # what the worker's modules need may be missing here, or too old
+        yield Case("model", "all", partial(refuse, error))
+        return
+    yield from models.cases()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -235,28 +274,28 @@ def main(arguments: Sequence[str]) -> int:
     def is_time_up() -> bool:
         return time.monotonic() > deadline
 
-    timer = CudaTimer()
-    with torch.inference_mode():
-        measured = run_cases(ceilings(), timer, {}, is_time_up, show)
-        rates = {row.name: row.rate for row in measured if not row.error}
-        chosen = wanted(cases(min(options.kv_bytes, device.total_memory // 4)), options.only)
-        measured += run_cases(chosen, timer, rates, is_time_up, show)
     facts = machine.facts(["torch", "triton"])
-    report = {
-        **facts,
-        "device": {
-            "name": device.name,
-            "capability": f"{device.major}.{device.minor}",
-            "multiprocessors": device.multi_processor_count,
-            "memory_bytes": device.total_memory,
-            "cuda": torch.version.cuda,
-        },
-        "ceilings": rates,
-        "rows": [asdict(row) for row in measured],
+    facts["device"] = {
+        "name": device.name,
+        "capability": f"{device.major}.{device.minor}",
+        "multiprocessors": device.multi_processor_count,
+        "memory_bytes": device.total_memory,
+        "cuda": torch.version.cuda,
     }
-    name = "-".join(device.name.lower().split())
-    path = options.output or _RESULTS / f"{str(facts['date'])[:10]}-gpu-{name}.json"
-    machine.write(path, report)
+    path = options.output
+    if path.is_dir():
+        path /= f"{str(facts['date'])[:10]}-gpu-{'-'.join(device.name.lower().split())}.json"
+    timer = CudaTimer()
+    rates: dict[str, float] = {}
+    measured: list[Row] = []
+    kernels = cases(min(options.kv_bytes, device.total_memory // 4))
+    with torch.inference_mode():
+        # Whole models last: they take the memory that the others have given back.
+        for group in (ceilings(), wanted(kernels, options.only), wanted(_model_cases(), options.only)):
+            measured += run_cases(group, timer, rates, is_time_up, show)
+            rates = rates or {row.name: row.rate for row in measured if not row.error}
+            # Kept whatever the next group does to the process.
+            machine.write(path, facts | {"ceilings": rates, "rows": [asdict(row) for row in measured]})
     failed = [row for row in measured if row.error and not row.error.startswith("left out")]
     print(f"{len(measured)} cases, {len(failed)} failed; written to {path}")
     for row in failed:

@@ -49,19 +49,36 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Timed:
+    """What a case has timed itself, since it is no one launch.
+
+    Attributes:
+        time_us: of one of what it counts.
+        host_us: that the host takes to ask for one, as far as that is known.
+        bytes_moved: as in `Work`, by one of them.
+        tokens: that come out of one; 0 where memory is what counts.
+    """
+
+    time_us: float
+    host_us: float = 0.0
+    bytes_moved: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """One line of the results.
 
     Attributes:
         group: of cases that stand in one table.
         name: what distinguishes it there.
-        make: sets it up, on the GPU.
+        make: sets it up, on the GPU, and gives what to time, or what it has timed.
         ceiling: which ceiling its rate is a share of: "copy", "matmul", "to_device", "to_host"; None: none.
     """
 
     group: str
     name: str
-    make: Callable[[], Work]
+    make: Callable[[], Work | Timed]
     ceiling: str | None = None
 
 
@@ -234,7 +251,7 @@ def _sampling(batch: int, *, filtered: bool) -> Work:
     logits = 3 * torch.randn(batch, VOCABULARY, device=CUDA)
     numbers = torch.arange(batch, device=CUDA)
     heat = torch.ones(batch, device=CUDA)
-    filters = (torch.full_like(numbers, 50), 0.9 * heat, 0.0 * heat) if filtered else None
+    filters = (torch.full_like(numbers, 50), 0.9 * heat, 0.0 * heat, heat) if filtered else None
 
     def sort_and_draw() -> Tensor:
         return logits.softmax(-1).sort(descending=True).values.cumsum(-1)

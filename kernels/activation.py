@@ -1,7 +1,8 @@
 """Activations of the MLP: gated SiLU, and GELU in both of its forms, gated and plain.
 
 SwiGLU and GEGLU: Shazeer 2020, arXiv:2002.05202; GELU: Hendrycks & Gimpel 2016, arXiv:1606.08415. A program for each
-(row, part of 1,024 columns). It rounds where the torch twins round: after the activation, before the product.
+(row, part of 1,024 columns). It rounds where the twins in `kernels.reference` round: after the activation, before the
+product.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 Online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867, Alg. 3; in tiles: FlashAttention-2, Dao 2023,
 arXiv:2307.08691, Alg. 1. Tokens are looked up in the block table one by one, so a tile may begin anywhere, and may be
-longer or shorter than a block.
+longer or shorter than a block. Where q and the cache differ in dtype, they meet in float32.
 """
 
 import triton
@@ -35,6 +35,8 @@ def attend_tiles(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    if q.dtype != k_head.dtype.element_ty:
+        q = q.to(tl.float32)
     offsets = tl.arange(0, TILE)
     dims = tl.arange(0, PADDED_DIM)
     for start in tl.range(begin, end, TILE):
@@ -55,6 +57,8 @@ def attend_tiles(
         else:
             k = tl.load(k_head + addresses)
             v = tl.load(v_head + addresses)
+
+        k, v = k.to(q.dtype), v.to(q.dtype)
 
         # -- scores --
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale  # [M, N]

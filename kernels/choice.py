@@ -1,13 +1,27 @@
-"""Which implementation of the operations a model runs on: chosen once, when it is built, and handed to its layers."""
+"""Which implementation of the operations a model runs on: chosen once, when it is built, and handed to its layers.
+
+CUDA: Triton. CPU: C++. Elsewhere, and where these can not be used, the torch twins, with a note that says why.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.batch_bounds import BatchBounds
 from kernels.cpu import CpuKernels, KernelsUnavailable, unit_of
+from kernels.forms import FLOATS
+
+_Attention = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None, float | None, BatchBounds | None], Tensor
+]
+SampleTokens = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...] | None], Tensor]
+
+# What the Triton kernels take at most, and what Triton compiles for at least.
+_MOST_HEAD_DIM = 256
+_LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,43 +31,109 @@ class Operations:
     Attributes:
         name: for the log.
         note: why it is not a faster one; empty when there is none.
+        reads_behind_context: whether attention reads slots behind a row's context and then masks them, so that a block
+            which a sequence enters has to hold something finite.
+        recordable: whether no operation of a forward pass looks at what is on the device, so that one can be recorded
+            as a CUDA graph.
     """
 
     name: str
     reshape_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     rotate_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-    paged_attention: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None, float | None], Tensor]
+    paged_attention: _Attention
+    copy_blocks: Callable[[Tensor, Tensor], None]
+    swap_blocks: Callable[[Tensor, Tensor, Tensor], None]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
+    gelu: Callable[[Tensor, str], Tensor]
+    sample_tokens: SampleTokens
     note: str = ""
+    reads_behind_context: bool = False
+    recordable: bool = False
 
 
-def choose(device: torch.device, dtype: torch.dtype, *, head_dim: int, block_size: int) -> Operations:
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    block_size: int,
+    cache_dtype: torch.dtype | None = None,
+) -> Operations:
     """The fastest implementation for a model and its cache.
 
     Args:
         device: where both are.
-        dtype: of both.
+        dtype: of the model.
         head_dim: values of a head.
         block_size: tokens of a block.
+        cache_dtype: of the cache; None: the model's.
     """
+    cache_dtype = cache_dtype or dtype
+    for kind in (dtype, cache_dtype):
+        if kind not in FLOATS:
+            return torch_reference(f"there are no kernels for {kind}")
+    if device.type == "cuda":
+        return _choose_on_cuda(device, head_dim, block_size)
     if device.type != "cpu":
-        return torch_reference("")
+        return torch_reference(f"there are no kernels for {device.type}")
     try:
-        unit = unit_of(dtype)
+        unit = unit_of(cache_dtype)
         if head_dim % unit or block_size % unit:
             return torch_reference(
-                f"the C++ kernels take {dtype} in pairs, not {block_size} tokens x {head_dim} values"
+                f"the C++ kernels take a cache in {cache_dtype} in pairs, not {block_size} tokens x {head_dim} values"
             )
         return cpp(CpuKernels())
     except KernelsUnavailable as problem:
         return torch_reference(str(problem))
 
 
-def cpp(kernels: CpuKernels) -> Operations:
-    """The C++ kernels at their level."""
+def _choose_on_cuda(device: torch.device, head_dim: int, block_size: int) -> Operations:
+    if head_dim > _MOST_HEAD_DIM:
+        return torch_reference(f"the Triton kernels take heads of up to {_MOST_HEAD_DIM} values, not {head_dim}")
+    if block_size & (block_size - 1) != 0:
+        return torch_reference(f"the Triton kernels take blocks of a power of two of tokens, not {block_size}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        return torch_reference("Triton needs compute capability 8.0, and this GPU has {}.{}".format(*capability))
+    try:
+        return triton_kernels()
+    except ImportError as problem:
+        return torch_reference(f"Triton is missing: {problem}")
+
+
+def triton_kernels() -> Operations:
+    """The Triton kernels.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    # Imported here and nowhere else: a worker on a CPU neither needs Triton installed nor waits for it.
+    from triton import __version__ as version
+
+    from kernels import activation, copy_blocks, paged_attention, reshape_and_cache, rms_norm, sampling
+
     return Operations(
+        name=f"cuda: Triton {'.'.join(version.split('.')[:2])}",
+        reshape_and_cache=reshape_and_cache.reshape_and_cache,
+        rotate_and_cache=reshape_and_cache.rotate_and_cache,
+        paged_attention=paged_attention.paged_attention,
+        copy_blocks=copy_blocks.copy_blocks,
+        swap_blocks=copy_blocks.swap_blocks,
+        rms_norm=rms_norm.rms_norm,
+        add_rms_norm=rms_norm.add_rms_norm,
+        silu_and_mul=activation.silu_and_mul,
+        gelu=activation.gelu,
+        sample_tokens=sampling.sample_tokens,
+        recordable=True,
+    )
+
+
+def cpp(kernels: CpuKernels) -> Operations:
+    """The C++ kernels at their level; the torch twins of what torch does as fast, or what is no matter of a step."""
+    return replace(
+        torch_reference(),
         name=f"cpu: C++ {kernels.level}",
         reshape_and_cache=kernels.reshape_and_cache,
         rotate_and_cache=kernels.rotate_and_cache,
@@ -61,6 +141,7 @@ def cpp(kernels: CpuKernels) -> Operations:
         rms_norm=kernels.rms_norm,
         add_rms_norm=kernels.add_rms_norm,
         silu_and_mul=kernels.silu_and_mul,
+        reads_behind_context=False,
     )
 
 
@@ -71,8 +152,13 @@ def torch_reference(note: str = "") -> Operations:
         reshape_and_cache=reference.reshape_and_cache,
         rotate_and_cache=reference.rotate_and_cache,
         paged_attention=reference.paged_attention,
+        copy_blocks=reference.copy_blocks,
+        swap_blocks=reference.swap_blocks,
         rms_norm=reference.rms_norm,
         add_rms_norm=reference.add_rms_norm,
         silu_and_mul=reference.silu_and_mul,
+        gelu=reference.gelu,
+        sample_tokens=reference.sample_tokens,
         note=note,
+        reads_behind_context=True,
     )

@@ -101,6 +101,8 @@ def _launch(source: Tensor, destination: Tensor, block_pairs: Tensor, most_progr
     if len(block_pairs) == 0 or source.shape[0] == 0:
         return
     device = source.device if source.is_cuda else destination.device
+    if device.type == "cuda" and not block_pairs.is_cuda:
+        block_pairs = block_pairs.pin_memory()  # a copy out of other memory would wait for the device
     source_words, destination_words = _as_words(source), _as_words(destination)
     piece = source_words.shape[-1]
     num_parts = source_words.shape[0]

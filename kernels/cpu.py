@@ -6,8 +6,8 @@ the layout of the cache. A block holds, for each K/V head in turn,
 
     K: [head_dim / unit, block_size, unit]        V: [block_size / unit, head_dim, unit]
 
-where a unit is what a dot product takes in at once: 2 bfloat16, or 1 float32. The tensors keep the shape that they have
-everywhere, [num_blocks, block_size, num_kv_heads, head_dim], for the sake of those who move whole blocks.
+where a unit is what a dot product takes in at once: 2 bfloat16, or 1 value of another dtype. The tensors keep the
+shape that they have everywhere, [num_blocks, block_size, num_kv_heads, head_dim], for those who move whole blocks.
 """
 
 import ctypes
@@ -20,18 +20,22 @@ import torch
 from torch import Tensor
 
 from kernels import build
-from kernels.forms import check_attention, check_slots, form
+from kernels.batch_bounds import BatchBounds
+from kernels.forms import FLOATS, check_attention, check_dtypes, check_slots, form
 
-_ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# As csrc/elements.hpp numbers them.
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_MOST_BLOCK_SIZE = 1024  # what csrc/tile.hpp has room for
+
 _THREADS = (c_void_p, c_int)
 _SCORES = (c_float, c_int, c_float)
-_ATTENTION = (c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 3, c_int64, *[c_int] * 6, *_SCORES, *_THREADS)
-_RESHAPE = (c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int] * 5, *_THREADS)
-_ROTATE = (c_void_p, c_int64, *[c_void_p] * 5, *[c_int] * 6, *_THREADS)
-_NORM = (c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, *_THREADS)
-_GATE = (c_void_p, c_void_p, c_int64, c_int64, *_THREADS)
-
-_Functions = dict[torch.dtype, Callable[..., int]]
+_PLACES = (*[c_void_p] * 3, c_int64, *[c_void_p] * 3)
+_ATTENTION = (c_int, c_int, c_void_p, c_int64, *_PLACES, c_int64, *[c_int] * 6, *_SCORES, *_THREADS)
+_RESHAPE = (c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int] * 5, *_THREADS)
+_ROTATE = (c_int, c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int] * 6, *_THREADS)
+_NORM = (c_int, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, *_THREADS)
+_GATE = (c_int, c_void_p, c_void_p, c_int64, c_int64, *_THREADS)
 
 
 class KernelsUnavailable(Exception):
@@ -39,13 +43,7 @@ class KernelsUnavailable(Exception):
 
 
 def unit_of(dtype: torch.dtype) -> int:
-    """Values that a dot product takes in at once.
-
-    Raises:
-        KernelsUnavailable: there are no kernels for this dtype.
-    """
-    if dtype not in _ELEMENTS:
-        raise KernelsUnavailable(f"there are no C++ kernels for {dtype}")
+    """Values of a cache of this dtype that a dot product takes in at once."""
     return 2 if dtype == torch.bfloat16 else 1
 
 
@@ -53,7 +51,7 @@ class CpuKernels:
     """The operations at one level, on as many threads as torch has when this is made.
 
     Args:
-        level: one of `kernels.build.levels()`; None for the best.
+        level: one of `kernels.build.levels()`, or for tests of its `MODELS`; None for the best.
 
     Raises:
         KernelsUnavailable: there is no library, it is older than its sources, or the CPU does not run the level.
@@ -63,24 +61,21 @@ class CpuKernels:
         library = _load_library()
         runnable = runnable_levels(library)
         self.level = level or runnable[-1]
-        if self.level not in runnable:
+        if self.level not in (*runnable, *build.MODELS):
             raise KernelsUnavailable(f"this CPU runs {', '.join(runnable)}, but not {self.level}")
         self._num_threads = torch.get_num_threads()
         self._region = _parallel_region()
 
-        def functions(operation: str, arguments: tuple[type, ...], result: type | None) -> _Functions:
-            found: _Functions = {}
-            for dtype, element in _ELEMENTS.items():
-                function = library[f"{operation}_{element}_{self.level}"]
-                function.argtypes, function.restype = arguments, result
-                found[dtype] = function
+        def function(operation: str, arguments: tuple[type, ...], result: type | None) -> Callable[..., int]:
+            found = library[f"{operation}_{self.level}"]
+            found.argtypes, found.restype = arguments, result
             return found
 
-        self._paged_attention = functions("paged_attention", _ATTENTION, c_int)
-        self._reshape_and_cache = functions("reshape_and_cache", _RESHAPE, c_int)
-        self._rotate_and_cache = functions("rotate_and_cache", _ROTATE, c_int)
-        self._rms_norm = functions("rms_norm", _NORM, None)
-        self._silu_and_mul = functions("silu_and_mul", _GATE, None)
+        self._paged_attention = function("paged_attention", _ATTENTION, c_int)
+        self._reshape_and_cache = function("reshape_and_cache", _RESHAPE, c_int)
+        self._rotate_and_cache = function("rotate_and_cache", _ROTATE, c_int)
+        self._rms_norm = function("rms_norm", _NORM, None)
+        self._silu_and_mul = function("silu_and_mul", _GATE, None)
 
     def paged_attention(
         self,
@@ -93,20 +88,23 @@ class CpuKernels:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        bounds: BatchBounds | None = None,
     ) -> Tensor:
         """See `reference.paged_attention`; slots behind the context may hold anything, and indices are int32."""
         if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
             raise ValueError(f"window {window} and softcap {softcap} are to be positive, or None")
         check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
         num_tokens, num_heads, head_dim = q.shape
-        num_blocks, block_size, num_kv_heads = _check_caches(k_cache, v_cache, q.dtype, head_dim)
+        num_blocks, block_size, num_kv_heads = _check_caches(k_cache, v_cache, head_dim)
         num_rows = context_lengths.shape[0]
         _check_tokens(q, "q")
         for name, indices in (("block_tables", block_tables), ("starts", query_starts), ("lengths", context_lengths)):
             if indices.dtype != torch.int32 or not indices.is_contiguous():
                 raise ValueError(f"{name} {form(indices)} are not contiguous int32")
         out = torch.empty(q.shape, dtype=q.dtype)
-        misfit = self._paged_attention[q.dtype](
+        misfit = self._paged_attention(
+            _DTYPES[q.dtype],
+            _DTYPES[k_cache.dtype],
             q.data_ptr(),
             q.stride(0),
             k_cache.data_ptr(),
@@ -143,13 +141,16 @@ class CpuKernels:
     def reshape_and_cache(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         """See `reference.reshape_and_cache`."""
         num_tokens, num_heads, head_dim = k.shape
-        num_blocks, block_size, num_kv_heads = _check_caches(k_cache, v_cache, k.dtype, head_dim)
-        if v.shape != k.shape or v.dtype != k.dtype or num_heads != num_kv_heads:
+        num_blocks, block_size, num_kv_heads = _check_caches(k_cache, v_cache, head_dim)
+        check_dtypes(k_cache, v_cache, k, v)
+        if v.shape != k.shape or num_heads != num_kv_heads:
             raise ValueError(f"k {form(k)} and v {form(v)} do not fit together, or {num_kv_heads} K/V heads")
         _check_tokens(k, "k")
         _check_tokens(v, "v")
         _check_slots(slot_mapping, num_tokens)
-        misfit = self._reshape_and_cache[k.dtype](
+        misfit = self._reshape_and_cache(
+            _DTYPES[k.dtype],
+            _DTYPES[k_cache.dtype],
             k.data_ptr(),
             k.stride(0),
             v.data_ptr(),
@@ -173,16 +174,19 @@ class CpuKernels:
     ) -> Tensor:
         """See `reference.rotate_and_cache`."""
         num_tokens, num_all_heads, head_dim = heads.shape
-        num_blocks, block_size, num_kv_heads = _check_caches(k_cache, v_cache, heads.dtype, head_dim)
+        num_blocks, block_size, num_kv_heads = _check_caches(k_cache, v_cache, head_dim)
         num_heads = num_all_heads - 2 * num_kv_heads
+        check_dtypes(k_cache, v_cache, heads, cos, sin)
         _check_tokens(heads, "heads")
         _check_slots(slot_mapping, num_tokens)
         angles = (num_tokens, head_dim // 2)
-        if cos.shape != angles or sin.shape != angles or not cos.dtype == sin.dtype == heads.dtype:
+        if cos.shape != angles or sin.shape != angles:
             raise ValueError(f"cos {form(cos)} and sin {form(sin)} do not fit heads {form(heads)}")
         if num_heads < 1 or head_dim % 2 != 0 or not (cos.is_contiguous() and sin.is_contiguous()):
             raise ValueError(f"heads {form(heads)} with {num_kv_heads} K/V heads, or strided cos and sin")
-        misfit = self._rotate_and_cache[heads.dtype](
+        misfit = self._rotate_and_cache(
+            _DTYPES[heads.dtype],
+            _DTYPES[k_cache.dtype],
             heads.data_ptr(),
             heads.stride(0),
             cos.data_ptr(),
@@ -220,7 +224,8 @@ class CpuKernels:
         _check_dense(x, "x")
         _check_dense(weight, "weight")
         out = torch.empty_like(x)
-        self._rms_norm[x.dtype](
+        self._rms_norm(
+            _DTYPES[x.dtype],
             x.data_ptr(),
             None if residual is None else residual.data_ptr(),
             weight.data_ptr(),
@@ -240,7 +245,8 @@ class CpuKernels:
             raise ValueError(f"x {form(x)} has no two halves")
         _check_dense(x, "x")
         out = torch.empty(num_rows, size // 2, dtype=x.dtype)
-        self._silu_and_mul[x.dtype](x.data_ptr(), out.data_ptr(), num_rows, size // 2, self._region, self._num_threads)
+        pointers = (_DTYPES[x.dtype], x.data_ptr(), out.data_ptr())
+        self._silu_and_mul(*pointers, num_rows, size // 2, self._region, self._num_threads)
         return out
 
 
@@ -307,16 +313,14 @@ def _parallel_region() -> int | None:
     return None
 
 
-def _check_caches(k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype, head_dim: int) -> tuple[int, int, int]:
+def _check_caches(k_cache: Tensor, v_cache: Tensor, head_dim: int) -> tuple[int, int, int]:
     """num_blocks, block_size and num_kv_heads."""
     num_blocks, block_size, num_kv_heads, cache_head_dim = k_cache.shape
     if v_cache.shape != k_cache.shape or cache_head_dim != head_dim:
         raise ValueError(f"k_cache {form(k_cache)} and v_cache {form(v_cache)} do not fit heads of {head_dim}")
-    if not dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(f"the arguments differ in dtype: {dtype}, caches {k_cache.dtype}, {v_cache.dtype}")
-    if dtype not in _ELEMENTS or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError(f"caches are to be contiguous float32 or bfloat16, not {form(k_cache)}")
-    if dtype == torch.bfloat16 and (block_size % 2 or head_dim % 2):
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or block_size > _MOST_BLOCK_SIZE:
+        raise ValueError(f"k_cache {form(k_cache)} is strided, or has blocks of more than {_MOST_BLOCK_SIZE} tokens")
+    if k_cache.dtype == torch.bfloat16 and (block_size % 2 or head_dim % 2):
         raise ValueError(f"blocks of {block_size} tokens with heads of {head_dim} are no pairs of bfloat16")
     return num_blocks, block_size, num_kv_heads
 
@@ -335,5 +339,5 @@ def _check_slots(slot_mapping: Tensor, num_tokens: int) -> None:
 
 
 def _check_dense(x: Tensor, name: str) -> None:
-    if x.dtype not in _ELEMENTS or x.device.type != "cpu" or not x.is_contiguous():
-        raise ValueError(f"{name} {form(x)} is to be contiguous float32 or bfloat16 on the CPU")
+    if x.dtype not in _DTYPES or x.device.type != "cpu" or not x.is_contiguous():
+        raise ValueError(f"{name} {form(x)} is to be contiguous on the CPU, in one of {', '.join(map(str, FLOATS))}")

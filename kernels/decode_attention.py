@@ -208,7 +208,7 @@ def attend_short_rows(
     places = (num_rows, num_heads, queries, num_splits) if num_splits > 1 else (0,)
     log_sums = torch.empty(places, dtype=torch.float32, device=q.device)
     partials = torch.empty((*places, shape.head_dim), dtype=torch.float32, device=q.device)
-    tile, num_warps, num_stages = short_tile(shape.padded_dim, q.dtype)
+    tile, num_warps, num_stages = short_tile(shape.padded_dim, torch.promote_types(q.dtype, k_cache.dtype))
     _short_rows_kernel[(k_cache.shape[2], num_splits, num_rows)](
         *(out, partials, log_sums, q, k_cache, v_cache, block_tables, query_starts, context_lengths),
         *(shape.score_scale, shape.cap, chunk, num_splits),
@@ -239,7 +239,7 @@ def attend_short_rows(
 
 
 def short_tile(padded_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Tokens of a tile, warps and pipeline stages.
+    """Tokens of a tile, warps and pipeline stages, for products in this dtype.
 
     A tile of K is 16 KiB. Five stages, since they are shared out between the look-up in the block table and the loads
     that follow from it: with three, the next tile would not come in before the last one is done with. Two such programs

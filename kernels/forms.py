@@ -12,10 +12,22 @@ def form(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
+def check_dtypes(k_cache: Tensor, v_cache: Tensor, *tensors: Tensor) -> None:
+    """Raises ValueError unless the tensors have one dtype that the kernels take, and the caches one, maybe another."""
+    dtype, cache_dtype = tensors[0].dtype, k_cache.dtype
+    agree = dtype in FLOATS and cache_dtype in FLOATS and v_cache.dtype == cache_dtype
+    for tensor in tensors:
+        agree = agree and tensor.dtype == dtype
+    if not agree:
+        kinds, caches = (", ".join(map(form, group)) for group in (tensors, (k_cache, v_cache)))
+        raise ValueError(f"these differ in dtype, or are of none that the kernels take: {kinds}, or caches {caches}")
+
+
 def check_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_starts: Tensor, context_lengths: Tensor
 ) -> None:
-    """Raises ValueError unless the shapes of paged attention's arguments fit together."""
+    """Raises ValueError unless the shapes and dtypes of paged attention's arguments fit together."""
+    check_dtypes(k_cache, v_cache, q)
     num_rows = context_lengths.shape[0]
     if k_cache.shape != v_cache.shape or k_cache.ndim != 4 or q.ndim != 3 or q.shape[2] != k_cache.shape[3]:
         raise ValueError(f"q {form(q)}, k_cache {form(k_cache)} and v_cache {form(v_cache)} do not fit together")
@@ -46,11 +58,17 @@ def check_slots(slot_mapping: Tensor, num_tokens: int) -> None:
 
 def check_floats(**tensors: Tensor) -> None:
     """Raises ValueError unless all have one dtype that the kernels take, one device, and a dense last dimension."""
+    first = next(iter(tensors.values())).dtype
+    if first not in FLOATS or any(tensor.dtype != first for tensor in tensors.values()):
+        kinds = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+        raise ValueError(f"not of one dtype, or of none that the kernels take: {kinds}")
+    check_dense(**tensors)
+
+
+def check_dense(**tensors: Tensor) -> None:
+    """Raises ValueError unless all are on one device, and dense in the last dimension."""
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():
-        if tensor.dtype not in FLOATS or tensor.dtype != first.dtype:
-            kinds = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
-            raise ValueError(f"not of one dtype, or of none that the kernels take: {kinds}")
         if tensor.device != first.device:
             raise ValueError(f"{name} is on {tensor.device}, the others on {first.device}")
         if tensor.ndim > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
@@ -64,3 +82,30 @@ def check_indices(**tensors: Tensor) -> None:
             raise ValueError(f"{name} is {form(tensor)}; it is to be int32 or int64")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} {form(tensor)} has strides {tensor.stride()}: its last dimension is not dense")
+
+
+def check_sampling(
+    logits: Tensor, temperatures: Tensor, names: tuple[Tensor, ...], filters: tuple[Tensor, ...] | None
+) -> None:
+    """Raises ValueError unless there is one of everything for each row of logits, in the right dtype.
+
+    Args:
+        logits: [num_rows, vocabulary_size].
+        temperatures: [num_rows].
+        names: seeds, positions and sequence indexes, [num_rows] each.
+        filters: top_k, top_p, min_p and typical_p, [num_rows] each, or None.
+    """
+    if logits.ndim != 2 or logits.dtype != torch.float32 or (logits.shape[1] > 1 and logits.stride(1) != 1):
+        raise ValueError(f"logits are {form(logits)} with strides {logits.stride()}; float32 with dense rows is meant")
+    if logits.shape[1] == 0:
+        raise ValueError("the vocabulary is empty")
+    floats, integers = [temperatures], list(names)
+    if filters is not None:
+        if len(filters) != 4:
+            raise ValueError(f"{len(filters)} filters; top_k, top_p, min_p and typical_p are meant")
+        integers.append(filters[0])
+        floats.extend(filters[1:])
+    for columns, dtype in ((floats, torch.float32), (integers, torch.int64)):
+        for column in columns:
+            if column.shape != logits.shape[:1] or column.dtype != dtype or not column.is_contiguous():
+                raise ValueError(f"{form(column)} is to be one {dtype} for each of {logits.shape[0]} rows")

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.attention_shape import AttentionShape
 from kernels.batch_bounds import BatchBounds
 from kernels.decode_attention import attend_short_rows, plan_splits
-from kernels.forms import check_attention, check_floats, check_indices
+from kernels.forms import check_attention, check_dense, check_indices
 from kernels.prefill_attention import attend_long_rows
 
 _MOST_HEAD_DIM = 256
@@ -34,7 +34,6 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    *,
     bounds: BatchBounds | None = None,
 ) -> Tensor:
     """`reference.paged_attention` without a device synchronization, so in a CUDA graph too.
@@ -44,8 +43,8 @@ def paged_attention(
 
     Args:
         q: [num_tokens, num_heads, head_dim]; may be a strided view, dense in head_dim, which is 256 at most.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim]; block_size is a power of two. Slots behind the
-            context may hold anything: they are not read.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], perhaps of another dtype; block_size is a power of
+            two. Slots behind the context may hold anything: they are not read.
         v_cache: like `k_cache`, strides too.
         block_tables: [num_rows, max_blocks] int32 or int64; entries behind a row's last block are not read.
         query_starts: [num_rows + 1] int32 or int64, from 0 to num_tokens.
@@ -85,7 +84,7 @@ def paged_attention(
         short_rows=tile_rows,
         # As few kinds as there can be: each is compiled for itself.
         short_queries=1 if most_queries == 1 else tile_rows // group,
-        precision="ieee" if q.dtype == torch.float32 else "tf32",
+        precision=precision_of(q.dtype, k_cache.dtype),
         score_scale=scale * math.log2(math.e) if softcap is None else scale / softcap,
         cap=0.0 if softcap is None else softcap * math.log2(math.e),
     )
@@ -98,6 +97,17 @@ def paged_attention(
     if most_queries > shape.short_queries:
         attend_long_rows(*tensors, shape)
     return out
+
+
+def precision_of(q_dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
+    """How products of float32 are made, as `tl.dot` names it: if q and the cache differ, what they meet in.
+
+    tf32 holds all that 16 bits hold. In three products it does for float32 beside them, and takes a fraction of the
+    registers that plain arithmetic on what was widened takes: that would spill.
+    """
+    if q_dtype == cache_dtype:
+        return "ieee"
+    return "tf32x3" if torch.float32 in (q_dtype, cache_dtype) else "tf32"
 
 
 @functools.cache
@@ -119,7 +129,7 @@ def _check(
 ) -> None:
     check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
     num_rows = context_lengths.shape[0]
-    check_floats(q=q, k_cache=k_cache, v_cache=v_cache)
+    check_dense(q=q, k_cache=k_cache, v_cache=v_cache)
     check_indices(block_tables=block_tables, query_starts=query_starts, context_lengths=context_lengths)
     if k_cache.stride() != v_cache.stride():
         raise ValueError(f"the strides of k_cache, {k_cache.stride()}, and v_cache, {v_cache.stride()}, differ")

@@ -152,7 +152,7 @@ def attend_long_rows(
     shape: AttentionShape,
 ) -> None:
     """Fills `out` for the rows of more than `shape.short_queries` queries; arguments as of `attend_short_rows`."""
-    rows, tile, num_warps, num_stages = long_tile(shape.padded_dim, q.dtype)
+    rows, tile, num_warps, num_stages = long_tile(shape.padded_dim, q.dtype, k_cache.dtype)
     rows = max(rows, shape.short_rows)
     num_rows = len(context_lengths)
     _long_rows_kernel[(k_cache.shape[2], q.shape[0] // (rows // shape.group) + num_rows)](
@@ -184,9 +184,11 @@ def attend_long_rows(
     )
 
 
-def long_tile(padded_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def long_tile(padded_dim: int, q_dtype: torch.dtype, cache_dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Rows (queries times heads of a group), tokens of a tile, warps and pipeline stages."""
-    if dtype == torch.float32:  # on plain arithmetic units: what ptxas compiles without spills
+    if q_dtype != cache_dtype:  # both are widened to float32
+        return (32, 32, 8, 2) if padded_dim > 128 else (32, 32, 4, 2)
+    if q_dtype == torch.float32:  # on plain arithmetic units: what ptxas compiles without spills
         return (32, 16, 8, 2) if padded_dim > 128 else (32, 64, 8, 2) if padded_dim > 64 else (32, 32, 4, 2)
     if padded_dim <= 128:
         return 128, 64, 8, 5

@@ -1,10 +1,17 @@
 """Torch twins of every kernel: what each operation means, said once, and what runs where nothing faster is built.
 
+One is long enough for a file of its own: `sample_tokens` stands in `kernels.draws`.
+
 Arguments are tensors and numbers, never a request or a configuration, so a test needs no model. Each wrapper checks
 shapes and dtypes and raises ValueError; none casts or copies silently.
 
 The KV cache is one tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; `k_cache` and `v_cache` are
 the two contiguous views of one layer of it. PagedAttention: Kwon et al., SOSP'23, arXiv:2309.06180.
+
+The cache may be of another dtype than all else. Keys and values are then rounded to it as they are written, to the
+nearest, ties to even; what is too large for it becomes infinite. Attention takes queries, keys and values in the dtype
+that holds both of theirs exactly (`torch.promote_types`: float32 wherever they differ) and gives its result in the
+queries'. Its sums are in float32 in any case.
 """
 
 from collections.abc import Sequence
@@ -15,7 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from kernels.forms import check_attention, check_slots, check_swap, form
+from kernels.batch_bounds import BatchBounds
+from kernels.draws import sample_tokens as sample_tokens
+from kernels.forms import check_attention, check_dtypes, check_slots, check_swap, form
 
 
 def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -24,7 +33,7 @@ def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, sl
     Args:
         k: [num_tokens, num_kv_heads, head_dim].
         v: like `k`.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], written in place.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], perhaps of another dtype; written in place.
         v_cache: like `k_cache`.
         slot_mapping: [num_tokens] int64; -1 skips the token (padding). No slot stands twice.
     """
@@ -32,14 +41,13 @@ def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, sl
         raise ValueError(
             f"k {form(k)}, v {form(v)}, k_cache {form(k_cache)} and v_cache {form(v_cache)} do not fit together"
         )
-    if not k.dtype == v.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(f"k, v and the caches differ in dtype: {k.dtype}, {v.dtype}, {k_cache.dtype}, {v_cache.dtype}")
+    check_dtypes(k_cache, v_cache, k, v)
     check_slots(slot_mapping, k.shape[0])
     written = slot_mapping >= 0
     if not written.all():
         k, v, slot_mapping = k[written], v[written], slot_mapping[written]
     for tokens, cache in ((k, k_cache), (v, v_cache)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, tokens)
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, tokens.to(cache.dtype))
 
 
 def paged_attention(
@@ -52,6 +60,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    bounds: BatchBounds | None = None,
 ) -> Tensor:
     """Causal attention of ragged queries over the paged cache: decode rows and prefill chunks, mixed in one batch.
 
@@ -61,7 +70,7 @@ def paged_attention(
 
     Args:
         q: [num_tokens, num_heads, head_dim]; may be a strided view.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], perhaps of another dtype.
         v_cache: like `k_cache`. Whole blocks are read and then masked, and 0 * NaN is NaN: slots behind the context may
             hold anything finite.
         block_tables: [num_rows, max_blocks] int32 or int64; entries behind a row's last block are any valid block.
@@ -72,13 +81,12 @@ def paged_attention(
             arXiv:2310.06825).
         softcap: scores become softcap * tanh(score / softcap) before the softmax; None: they stay (Gemma 2: Gemma Team
             2024, arXiv:2408.00118).
+        bounds: what the host knows of the lengths without asking the device; here they are looked at.
 
     Returns:
         [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
     """
     check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(f"q and the caches differ in dtype: {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
     if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
         raise ValueError(f"window {window} and softcap {softcap} are to be positive, or None")
     starts, lengths = query_starts.tolist(), context_lengths.tolist()
@@ -129,12 +137,13 @@ def _attend_decode(
     num_rows, _, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     blocks = block_tables.flatten()
+    dtype = torch.promote_types(q.dtype, k_cache.dtype)
     k, v = (
-        cache.index_select(0, blocks).view(num_rows, -1, num_kv_heads, head_dim)[:, :longest].transpose(1, 2)
+        cache.index_select(0, blocks).to(dtype).view(num_rows, -1, num_kv_heads, head_dim)[:, :longest].transpose(1, 2)
         for cache in (k_cache, v_cache)
     )  # [R, Hkv, L, D]
     # The query heads of one K/V head stand where SDPA expects the queries of one head: its K and V are read once.
-    grouped = q.view(num_rows, num_kv_heads, -1, head_dim)  # [R, Hkv, G, D]
+    grouped = q.view(num_rows, num_kv_heads, -1, head_dim).to(dtype)  # [R, Hkv, G, D]
     seen = None
     if num_rows > 1 or window is not None:
         positions = torch.arange(longest, device=q.device)
@@ -142,7 +151,7 @@ def _attend_decode(
         if window is not None:
             seen &= positions >= context_lengths[:, None] - window
         seen = seen[:, None, None]  # [R, 1, 1, L]
-    return _weigh(grouped, k, v, seen, scale, softcap).reshape(q.shape)
+    return _weigh(grouped, k, v, seen, scale, softcap).reshape(q.shape).to(q.dtype)
 
 
 def _attend_chunk(
@@ -159,14 +168,16 @@ def _attend_chunk(
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     group_size = num_heads // num_kv_heads
+    dtype = torch.promote_types(q.dtype, k_cache.dtype)
     k, v = (
         cache.index_select(0, block_table)
+        .to(dtype)
         .view(-1, num_kv_heads, head_dim)[:context_length]
         .transpose(0, 1)[:, None]
         .expand(-1, group_size, -1, -1)
         for cache in (k_cache, v_cache)
     )  # [Hkv, G, L, D], not copied for each of the G
-    grouped = q.view(num_queries, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, Q, D]
+    grouped = q.view(num_queries, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3).to(dtype)  # [Hkv, G, Q, D]
     if num_queries == context_length and window is None and softcap is None:
         out = scaled_dot_product_attention(grouped, k, v, is_causal=True, scale=scale)
     else:
@@ -175,7 +186,7 @@ def _attend_chunk(
         if window is not None:
             seen &= positions > positions[-num_queries:, None] - window
         out = _weigh(grouped, k, v, seen, scale, softcap)
-    return out.permute(2, 0, 1, 3).reshape(q.shape)
+    return out.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype)
 
 
 def _weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, softcap: float | None) -> Tensor:
@@ -321,3 +332,34 @@ def silu_and_mul(x: Tensor) -> Tensor:
         raise ValueError(f"x {form(x)} has no two halves")
     gate, up = x.chunk(2, dim=-1)
     return silu(gate).mul_(up)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU of every value (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+
+    Args:
+        x: [num_tokens, size].
+        approximate: "none" for the Gaussian's own integral, "tanh" for its approximation, as torch names them.
+
+    Returns:
+        Like `x`.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate is {approximate!r}; it is to be 'none' or 'tanh'")
+    return torch.nn.functional.gelu(x, approximate=approximate)
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    """gelu(first half) * second half of the last dimension: GEGLU's gate (Shazeer 2020, arXiv:2002.05202).
+
+    Args:
+        x: [num_tokens, 2 * size].
+        approximate: as in `gelu`.
+
+    Returns:
+        [num_tokens, size].
+    """
+    if x.shape[-1] % 2 != 0:
+        raise ValueError(f"x {form(x)} has no two halves")
+    gate, up = x.chunk(2, dim=-1)
+    return gelu(gate, approximate).mul_(up)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.forms import check_floats, check_slots, form
+from kernels.forms import check_dense, check_dtypes, check_slots, form
 from kernels.rotary_embedding import check_rotary, rotated
 
 
@@ -43,8 +43,8 @@ def _reshape_and_cache_kernel(
     k_values = tl.load(k + token * k_token_stride + head * k_head_stride + dim, mask=there)
     v_values = tl.load(v + token * v_token_stride + head * v_head_stride + dim, mask=there)
     places = place + head * cache_head_stride + dim
-    tl.store(k_cache + places, k_values, mask=there)
-    tl.store(v_cache + places, v_values, mask=there)
+    tl.store(k_cache + places, k_values.to(k_cache.dtype.element_ty), mask=there)
+    tl.store(v_cache + places, v_values.to(v_cache.dtype.element_ty), mask=there)
 
 
 def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -53,13 +53,14 @@ def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, sl
     Args:
         k: [num_tokens, num_kv_heads, head_dim]; may be a strided view, dense in head_dim.
         v: like `k`, but for strides.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], written in place.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], perhaps of another dtype; written in place.
         v_cache: like `k_cache`, strides too.
         slot_mapping: [num_tokens] int64; -1 skips the token (padding). No slot stands twice.
     """
     if k.shape != v.shape or k.ndim != 3 or k.shape[1:] != k_cache.shape[2:]:
         raise ValueError(f"k {form(k)}, v {form(v)} and k_cache {form(k_cache)} do not fit together")
-    check_floats(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    check_dtypes(k_cache, v_cache, k, v)
+    check_dense(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     _check_slots(k_cache, v_cache, slot_mapping, len(k))
     num_tokens, num_heads, head_dim = k.shape
     if num_tokens == 0:
@@ -114,8 +115,8 @@ def _rotate_and_cache_kernel(
                 target = k_cache + place + (head - NUM_HEADS) * cache_head_stride + dims
             else:
                 target = v_cache + place + (head - NUM_HEADS - NUM_KV_HEADS) * cache_head_stride + dims
-            tl.store(target, first, mask=there)
-            tl.store(target + HALF, second, mask=there)
+            tl.store(target, first.to(k_cache.dtype.element_ty), mask=there)
+            tl.store(target + HALF, second.to(k_cache.dtype.element_ty), mask=there)
 
 
 def rotate_and_cache(
@@ -127,7 +128,7 @@ def rotate_and_cache(
         heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: each token's queries, keys and values.
         cos: [num_tokens, head_dim / 2], as in `rotary_embedding`.
         sin: like `cos`.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], written in place.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], perhaps of another dtype; written in place.
         v_cache: like `k_cache`, strides too.
         slot_mapping: as in `reshape_and_cache`.
 
@@ -141,7 +142,8 @@ def rotate_and_cache(
     check_rotary(heads, cos, sin)
     if heads.shape[2] != k_cache.shape[3]:
         raise ValueError(f"heads {form(heads)} and k_cache {form(k_cache)} do not fit together")
-    check_floats(heads=heads, k_cache=k_cache, v_cache=v_cache)
+    check_dtypes(k_cache, v_cache, heads)
+    check_dense(heads=heads, k_cache=k_cache, v_cache=v_cache)
     _check_slots(k_cache, v_cache, slot_mapping, len(heads))
     num_tokens, _, head_dim = heads.shape
     if num_tokens > 0:

@@ -1,6 +1,7 @@
 """RMSNorm, alone and fused with the residual addition before it (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-A program for each row. It rounds where the torch twin rounds: the sum before the norm, and the norm before the weight.
+A program for each row. It rounds where the twins in `kernels.reference` round: the sum before the norm, and the norm
+before the weight.
 """
 
 import torch

@@ -1,14 +1,16 @@
-"""One token for each row of logits: the best, or one drawn after temperature, top-k, top-p and min-p; without a sort.
+"""One token for each row of logits: the best, or one drawn from what filters keep; without a sort, or a wait.
 
 A draw is the argmax of scaled logits plus Gumbel noise (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030); the noise
 is that of `kernels.philox`, a function of (seed, sequence index, position, token id) alone, so the token is the one
-that `worker.sampler` draws. Every filter keeps a head of the tokens ordered by logit, so every filter is a threshold,
-and a threshold is found by bisection of the float's bits, which are ordered as the floats are (the idea of radix
-selection: Alabi et al. 2012, "Fast k-selection algorithms for graphics processing units"), in three places at once.
+that the twin in `kernels.draws` draws. Top-k, top-p and min-p keep a head of the tokens ordered by logit; typical
+sampling (Meister et al. 2022, arXiv:2202.00666) keeps a head of those ordered by how far they are from the expected
+scaled logit. So each filter is a greatest distance, and what they keep together an interval. A distance is found by
+bisection of the float's bits, which are ordered as the floats are (the idea of radix selection: Alabi et al. 2012,
+"Fast k-selection algorithms for graphics processing units"), in three places at once.
 
 Launches, none of which the host waits for:
 - parts: a program for each (part of the vocabulary, row) finds its best logit;
-- thresholds, with filters only: a program for each row;
+- bounds, with filters only: a program for each row finds the interval;
 - draws: a program for each (part, row) adds the noise to what the filters keep, and finds the best sum;
 - choice: a program for each row looks through its parts.
 """
@@ -18,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.forms import form
+from kernels.forms import check_sampling
 
 _PART = 8192  # tokens
 _COUNTERS = 256  # of the generator, four tokens each
@@ -64,14 +66,15 @@ def _keep_best(
 
 
 @triton.jit(do_not_specialize=["num_parts"])
-def _thresholds_kernel(
-    thresholds: tl.tensor,  # [num_rows] float32: the least scaled logit that is kept
+def _bounds_kernel(
+    bounds: tl.tensor,  # [2, num_rows] float32: the least and the greatest scaled logit that is kept
     logits: tl.tensor,
     best_values: tl.tensor,
     temperatures: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
     least_scaled: tl.tensor,  # [num_rows] float32, min-p's threshold
+    typical_p: tl.tensor,
     row_stride: tl.tensor,
     size: tl.tensor,
     num_parts: tl.tensor,
@@ -83,18 +86,31 @@ def _thresholds_kernel(
     temperature = tl.load(temperatures + row)
     temperature = tl.where(temperature > 0, temperature, 1.0)
     count_target = tl.load(top_k + row).to(tl.int32)
-    share = tl.load(top_p + row)
+    share, typical_share = tl.load(top_p + row), tl.load(typical_p + row)
     row_logits = logits + row * row_stride
-    threshold = tl.load(least_scaled + row)
+    least = tl.load(least_scaled + row)
+    greatest = tl.full([], float("inf"), tl.float32)
     last = tl.full([], 0x7F800000, tl.int32)  # the bits of infinity: everything
+
+    # -- distances from the best logit: their order is that of the logits, whatever the temperature --
     if count_target < size:
-        last = _search(row_logits, best, temperature, size, last, count_target.to(tl.float32), False, TILE)
-        threshold = tl.maximum(threshold, -tl.div_rn(last.to(tl.float32, bitcast=True), temperature))
+        last = _search(row_logits, best, 1.0, 0.0, least, size, last, count_target.to(tl.float32), "count", TILE)
+        least = tl.maximum(least, -tl.div_rn(last.to(tl.float32, bitcast=True), temperature))
     if share < 1.0:
-        total = _mass_within(row_logits, best, temperature, size, last, TILE)
-        last = _search(row_logits, best, temperature, size, last, share * total, True, TILE)
-        threshold = tl.maximum(threshold, -tl.div_rn(last.to(tl.float32, bitcast=True), temperature))
-    tl.store(thresholds + row, threshold)
+        total, _ = _mass_within(row_logits, best, temperature, 0.0, least, size, last, "head", TILE)
+        last = _search(row_logits, best, temperature, 0.0, least, size, last, share * total, "head", TILE)
+        least = tl.maximum(least, -tl.div_rn(last.to(tl.float32, bitcast=True), temperature))
+
+    # -- distances from the expected scaled logit, of what the others keep --
+    if typical_share < 1.0:
+        last = tl.full([], 0x7F800000, tl.int32)
+        total, weighted = _mass_within(row_logits, best, temperature, 0.0, least, size, last, "typical", TILE)
+        center = tl.div_rn(weighted, total)
+        target = typical_share * total
+        last = _search(row_logits, best, temperature, center, least, size, last, target, "typical", TILE)
+        least, greatest = _ends_within(row_logits, best, temperature, center, least, size, last, TILE)
+    tl.store(bounds + row, least)
+    tl.store(bounds + tl.num_programs(0) + row, greatest)
 
 
 @triton.jit
@@ -102,13 +118,15 @@ def _search(
     row_logits: tl.tensor,
     best: tl.tensor,
     temperature: tl.tensor,
+    center: tl.tensor,
+    least: tl.tensor,
     size: tl.tensor,
     last: tl.tensor,
     target: tl.tensor,
-    BY_MASS: tl.constexpr,
+    KIND: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    # The least distance from the best logit, as bits, within which the tokens measure `target`: by mass or by number.
+    # The least distance, as bits, within which the tokens measure `target`: by mass, or for "count" by number.
     # Too little is within `low`, enough within `high`; where only one token lies between, `high` keeps the right ones.
     low, high = last * 0 - 1, last
     count_low, count_high = size * 0, size
@@ -121,16 +139,16 @@ def _search(
         mass_1, mass_2 = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
         mass_3 = tl.zeros([TILE], tl.float32)
         for start in tl.range(0, size, TILE):
-            bits, mass = _distances(row_logits, best, temperature, tokens + start, size, BY_MASS)
+            bits, mass, _ = _distances(row_logits, best, temperature, center, least, tokens + start, size, KIND)
             count_1 += (bits <= first).to(tl.int32)
             count_2 += (bits <= second).to(tl.int32)
             count_3 += (bits <= third).to(tl.int32)
-            if BY_MASS:
+            if KIND != "count":
                 mass_1 += tl.where(bits <= first, mass, 0.0)
                 mass_2 += tl.where(bits <= second, mass, 0.0)
                 mass_3 += tl.where(bits <= third, mass, 0.0)
         within_1, within_2, within_3 = tl.sum(count_1, 0), tl.sum(count_2, 0), tl.sum(count_3, 0)
-        if BY_MASS:
+        if KIND != "count":
             enough_1, enough_2 = tl.sum(mass_1, 0) >= target, tl.sum(mass_2, 0) >= target
             enough_3 = tl.sum(mass_3, 0) >= target
         else:
@@ -150,17 +168,43 @@ def _mass_within(
     row_logits: tl.tensor,
     best: tl.tensor,
     temperature: tl.tensor,
+    center: tl.tensor,
+    least: tl.tensor,
+    size: tl.tensor,
+    last: tl.tensor,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    # The mass of the tokens within the distance `last`, where the best token's is 1; and their scaled logits, weighted.
+    tokens = tl.arange(0, TILE)
+    masses, weighted = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+    for start in tl.range(0, size, TILE):
+        bits, mass, scaled = _distances(row_logits, best, temperature, center, least, tokens + start, size, KIND)
+        masses += tl.where(bits <= last, mass, 0.0)
+        weighted += tl.where((bits <= last) & (mass > 0.0), mass * scaled, 0.0)  # 0 * -inf is no summand
+    return tl.sum(masses, 0), tl.sum(weighted, 0)
+
+
+@triton.jit
+def _ends_within(
+    row_logits: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    center: tl.tensor,
+    least: tl.tensor,
     size: tl.tensor,
     last: tl.tensor,
     TILE: tl.constexpr,
-) -> tl.tensor:
-    # The mass of the tokens within the distance `last`, where the best token's is 1.
+) -> tuple[tl.tensor, tl.tensor]:
+    # The least and the greatest scaled logit within the distance `last` from the center, as they are: center - distance
+    # and center + distance would be rounded, and a token at the end be cut or not as chance has it.
     tokens = tl.arange(0, TILE)
-    masses = tl.zeros([TILE], tl.float32)
+    lows, highs = tl.full([TILE], float("inf"), tl.float32), tl.full([TILE], float("-inf"), tl.float32)
     for start in tl.range(0, size, TILE):
-        bits, mass = _distances(row_logits, best, temperature, tokens + start, size, True)
-        masses += tl.where(bits <= last, mass, 0.0)
-    return tl.sum(masses, 0)
+        bits, _, scaled = _distances(row_logits, best, temperature, center, least, tokens + start, size, "typical")
+        lows = tl.minimum(lows, tl.where(bits <= last, scaled, float("inf")))
+        highs = tl.maximum(highs, tl.where(bits <= last, scaled, float("-inf")))
+    return tl.min(lows, 0), tl.max(highs, 0)
 
 
 @triton.jit
@@ -168,18 +212,26 @@ def _distances(
     row_logits: tl.tensor,
     best: tl.tensor,
     temperature: tl.tensor,
+    center: tl.tensor,
+    least: tl.tensor,
     tokens: tl.tensor,
     size: tl.tensor,
-    BY_MASS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    # How far below the best logit each token's is, as the bits of a float from 0 up, and its mass.
+    KIND: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    # Each token's distance, as the bits of a float from 0 up: for "count" and "head" how far its logit is below the
+    # best, for "typical" how far its scaled logit is from the center, and none where it is cut. Its mass, for which
+    # "count" has no use, and its scaled logit.
     there = tokens < size
-    distance = best - tl.load(row_logits + tokens, mask=there, other=float("-inf"))
-    mass = distance
-    if BY_MASS:
-        mass = tl.exp(-tl.div_rn(distance, temperature))
-    bits = tl.where(there, tl.abs(distance).to(tl.int32, bitcast=True), 0x7FFFFFFF)
-    return bits, mass
+    below = best - tl.load(row_logits + tokens, mask=there, other=float("-inf"))
+    scaled, mass, distance = below, below, tl.abs(below)
+    if KIND != "count":
+        scaled = -tl.div_rn(below, temperature)
+        mass = tl.exp(scaled)
+    if KIND == "typical":
+        there = there & (scaled >= least)
+        distance = tl.abs(scaled - center)
+    bits = tl.where(there, distance.to(tl.int32, bitcast=True), 0x7FFFFFFF)
+    return bits, mass, scaled
 
 
 @triton.jit
@@ -195,7 +247,7 @@ def _draws_kernel(
     logits: tl.tensor,
     best_values: tl.tensor,
     temperatures: tl.tensor,
-    thresholds: tl.tensor,
+    bounds: tl.tensor,
     seeds: tl.tensor,
     positions: tl.tensor,
     sequence_indexes: tl.tensor,
@@ -207,7 +259,7 @@ def _draws_kernel(
     COUNTERS: tl.constexpr,
 ) -> None:
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    num_parts = tl.num_programs(0)
+    num_parts, num_rows = tl.num_programs(0), tl.num_programs(1)
     temperature = tl.load(temperatures + row)
     if temperature <= 0:
         return  # the best one it is
@@ -224,7 +276,8 @@ def _draws_kernel(
         found = tl.load(logits + row * row_stride + ids, mask=ids < size, other=float("-inf"))
         scaled = tl.div_rn(found - best, temperature)
         if FILTERED:
-            scaled = tl.where(scaled >= tl.load(thresholds + row), scaled, float("-inf"))
+            kept = (scaled >= tl.load(bounds + row)) & (scaled <= tl.load(bounds + num_rows + row))
+            scaled = tl.where(kept, scaled, float("-inf"))
         # -- noise: token id 4 c + i has word i of counter c --
         counters = (start // 4 + tl.arange(0, COUNTERS)).to(tl.uint32)
         zeros = counters * 0
@@ -279,48 +332,37 @@ def sample_tokens(
     seeds: Tensor,
     positions: Tensor,
     sequence_indexes: Tensor,
-    filters: tuple[Tensor, Tensor, Tensor] | None = None,
+    filters: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
-    """One token id for each row, on the device and without waiting for it.
-
-    A row with a NaN or an infinity gets some id of the vocabulary; whether there is one, its logsumexp tells.
-
-    Args:
-        logits: [num_rows, vocabulary_size] float32; rows may be strided. -inf forbids a token.
-        temperatures: [num_rows] float32; 0 takes the best token, the first of those that tie.
-        seeds: [num_rows] int64, the bits of an unsigned 64-bit number.
-        positions: [num_rows] int64, of the token to be drawn.
-        sequence_indexes: [num_rows] int64.
-        filters: top_k [num_rows] int64, the vocabulary's size where it cuts nothing; top_p [num_rows] float32, 1
-            likewise; min_p [num_rows] float32, 0 likewise. A token that ties with the last one kept is kept. None when
-            no row has any.
-
-    Returns:
-        [num_rows] int64.
-    """
-    _check(logits, temperatures, (seeds, positions, sequence_indexes), filters)
+    """`reference.sample_tokens`, on the device and without waiting for it; arguments and result are the same."""
+    check_sampling(logits, temperatures, (seeds, positions, sequence_indexes), filters)
     num_rows, size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return token_ids
     num_parts = triton.cdiv(size, _PART)
     padded_parts = triton.next_power_of_2(num_parts)
-    values = torch.empty((2, num_rows, num_parts), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((2, num_rows, num_parts), dtype=torch.int32, device=logits.device)
+    # Of each part the best logit and the best sum with noise, and whose they are. In four pieces of memory, since parts
+    # of one would not always be aligned, and Triton compiles a kernel anew for pointers that are not.
+    best_values, drawn_values = (
+        torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
+    best_ids, drawn_ids = (torch.empty_like(best_values, dtype=torch.int32) for _ in range(2))
     grid, stride = (num_parts, num_rows), logits.stride(0)
-    _parts_kernel[grid](values[0], ids[0], logits, stride, size, PART=_PART, TILE=1024)
-    thresholds = temperatures  # not touched without filters
+    _parts_kernel[grid](best_values, best_ids, logits, stride, size, PART=_PART, TILE=1024)
+    bounds = temperatures  # not touched without filters
     if filters is not None:
-        top_k, top_p, min_p = filters
-        thresholds = torch.empty_like(temperatures)
-        _thresholds_kernel[(num_rows,)](
-            *(thresholds, logits, values[0], temperatures, top_k, top_p, min_p.log(), stride, size, num_parts),
+        top_k, top_p, min_p, typical_p = filters
+        bounds = torch.empty((2, num_rows), dtype=torch.float32, device=logits.device)
+        _bounds_kernel[(num_rows,)](
+            *(bounds, logits, best_values, temperatures, top_k, top_p, min_p.log(), typical_p),
+            *(stride, size, num_parts),
             PADDED_PARTS=padded_parts,
             TILE=_SEARCHED,
             num_warps=16,
         )
     _draws_kernel[grid](
-        *(values[1], ids[1], logits, values[0], temperatures, thresholds, seeds, positions, sequence_indexes),
+        *(drawn_values, drawn_ids, logits, best_values, temperatures, bounds, seeds, positions, sequence_indexes),
         *(stride, size),
         FILTERED=filters is not None,
         PADDED_PARTS=padded_parts,
@@ -328,23 +370,7 @@ def sample_tokens(
         COUNTERS=_COUNTERS,
     )
     _choice_kernel[(num_rows,)](
-        *(token_ids, values[0], ids[0], values[1], ids[1], temperatures, num_parts, size), PADDED_PARTS=padded_parts
+        *(token_ids, best_values, best_ids, drawn_values, drawn_ids, temperatures, num_parts, size),
+        PADDED_PARTS=padded_parts,
     )
     return token_ids
-
-
-def _check(
-    logits: Tensor, temperatures: Tensor, names: tuple[Tensor, ...], filters: tuple[Tensor, Tensor, Tensor] | None
-) -> None:
-    if logits.ndim != 2 or logits.dtype != torch.float32 or (logits.shape[1] > 1 and logits.stride(1) != 1):
-        raise ValueError(f"logits are {form(logits)} with strides {logits.stride()}; float32 with dense rows is meant")
-    if logits.shape[1] == 0:
-        raise ValueError("the vocabulary is empty")
-    floats, integers = [temperatures], list(names)
-    if filters is not None:
-        integers.append(filters[0])
-        floats.extend(filters[1:])
-    for columns, dtype in ((floats, torch.float32), (integers, torch.int64)):
-        for column in columns:
-            if column.shape != logits.shape[:1] or column.dtype != dtype or not column.is_contiguous():
-                raise ValueError(f"{form(column)} is to be one {dtype} for each of {logits.shape[0]} rows")

@@ -1,5 +1,8 @@
 """The C++ kernels against their torch twins, over odd shapes, at every level that this CPU runs."""
 
+import itertools
+import re
+import shutil
 import subprocess
 import sys
 
@@ -12,9 +15,20 @@ from kernels import build, choice, cpu, reference
 if not build.LIBRARY.exists():
     pytest.skip("the C++ kernels are not built: no compiler when this was installed", allow_module_level=True)
 
-LEVELS = cpu.runnable_levels()
-DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}
+# What runs on a model of its instructions stands for a level that this CPU need not have.
+LEVELS = [*cpu.runnable_levels(), *build.MODELS]
+BEST = cpu.runnable_levels()[-1]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TOLERANCE = {
+    torch.float32: {"atol": 2e-5, "rtol": 2e-5},
+    torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2},
+    torch.float16: {"atol": 4e-3, "rtol": 4e-3},
+}
+# Of what is computed, and of the cache.
+BOTH_DTYPES = list(itertools.product(DTYPES, DTYPES))
+of_all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
+of_both_dtypes = pytest.mark.parametrize("dtype, cache_dtype", BOTH_DTYPES, ids=NAMES.get)
 LONG = [(1, 1000), (1, 129), (1, 128), (1, 257), (40, 300), (1, 1), (100, 100), (2, 385)]
 
 
@@ -38,13 +52,25 @@ def misplaced(shape, dtype):
 class Case:
     """Rows of (queries, context length) with their K and V written into both implementations' caches."""
 
-    def __init__(self, kernels, rows, *, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32):
+    def __init__(
+        self,
+        kernels,
+        rows,
+        *,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        block_size=16,
+        dtype=torch.float32,
+        cache_dtype=None,
+    ):
+        cache_dtype = cache_dtype or dtype
         widths = [-(-context // block_size) for _, context in rows]
         num_blocks = sum(widths) + 3
         pool = torch.randperm(num_blocks, dtype=torch.int32)
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        self.caches = misplaced(shape, dtype), misplaced(shape, dtype)
-        self.twin_caches = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        self.caches = misplaced(shape, cache_dtype), misplaced(shape, cache_dtype)
+        self.twin_caches = torch.zeros(shape, dtype=cache_dtype), torch.zeros(shape, dtype=cache_dtype)
         self.tables = torch.zeros(len(rows), max(widths, default=1), dtype=torch.int32)
         taken, slots = 0, []
         for row, (width, (_, context)) in enumerate(zip(widths, rows, strict=True)):
@@ -70,48 +96,68 @@ class Case:
         return reference.paged_attention(self.q, *self.twin_caches, *places, self.scale, **scores)
 
 
-def check(kernels, rows, dtype, **shape):
+def check(kernels, rows, dtype, *, scores=None, **shape):
     case = Case(kernels, rows, dtype=dtype, **shape)
-    torch.testing.assert_close(case.ours(kernels), case.twins(), **TOLERANCE[dtype])
+    scores = scores or {}
+    torch.testing.assert_close(case.ours(kernels, **scores), case.twins(**scores), **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_all_dtypes
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(1, 1), (9, 3), (4, 1), (16, 2), (50, 1)])
 def test_attention_is_its_twins_for_every_kind_of_batch_and_group(kernels, rows, num_heads, num_kv_heads, dtype):
     check(kernels, rows, dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=4)
+    check(kernels, rows, dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [2, 8, 16, 24, 32, 64, 256])
-@pytest.mark.parametrize("head_dim", [6, 64, 80, 96, 128, 256])
+@of_all_dtypes
+@pytest.mark.parametrize(
+    "block_size, head_dim",
+    [(2, 6), (8, 64), (16, 64), (16, 80), (16, 96), (16, 128), (24, 64), (32, 64), (48, 32), (64, 256), (256, 128)],
+)
 def test_attention_is_its_twins_for_every_shape_of_block(kernels, head_dim, block_size, dtype):
     rows = [*BATCHES["mixed"], (1, 200), (70, 90)]
     check(kernels, rows, dtype, num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=block_size)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=NAMES.get)
+@pytest.mark.parametrize("block_size, head_dim", [(1, 1), (3, 5), (7, 33)])
+def test_odd_blocks_are_as_good_as_others_where_values_do_not_stand_in_pairs(kernels, block_size, head_dim, dtype):
+    check(kernels, BATCHES["mixed"], dtype, head_dim=head_dim, block_size=block_size)
+
+
+@of_all_dtypes
 def test_attention_is_its_twins_on_contexts_of_several_splits(kernels, dtype):
-    check(kernels, LONG, dtype, num_heads=9, num_kv_heads=3)
-    for row in LONG:
-        check(kernels, [row], dtype, num_heads=9, num_kv_heads=3)
+    for rows in (LONG, *([row] for row in LONG)):
+        check(kernels, rows, dtype, num_heads=9, num_kv_heads=3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_all_dtypes
 @pytest.mark.parametrize("scores", [{"window": 1}, {"window": 50}, {"window": 200, "softcap": 3.0}, {"softcap": 50.0}])
 def test_windows_and_capped_scores_are_its_twins(kernels, scores, dtype):
     for rows in (LONG, *([row] for row in LONG)):
-        case = Case(kernels, rows, num_heads=9, num_kv_heads=3, dtype=dtype)
-        torch.testing.assert_close(case.ours(kernels, **scores), case.twins(**scores), **TOLERANCE[dtype])
-    for wrong in ({"window": 0}, {"softcap": -1.0}):
-        with pytest.raises(ValueError, match="positive"):
-            case.ours(kernels, **wrong)
+        check(kernels, rows, dtype, scores=scores, num_heads=9, num_kv_heads=3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_a_query_gets_depends_on_nothing_but_its_context(kernels, dtype):
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"softcap": -1.0}])
+def test_a_window_or_cap_of_nothing_is_refused(wrong):
+    kernels = cpu.CpuKernels()
+    with pytest.raises(ValueError, match="positive"):
+        Case(kernels, [(1, 1)]).ours(kernels, **wrong)
+
+
+@of_both_dtypes
+def test_the_cache_may_be_of_another_dtype(kernels, dtype, cache_dtype):
+    for scores in ({}, {"window": 50, "softcap": 3.0}):
+        for head_dim in (64, 10):
+            shape = {"num_heads": 9, "num_kv_heads": 3, "head_dim": head_dim, "cache_dtype": cache_dtype}
+            check(kernels, LONG, dtype, scores=scores, **shape)
+
+
+@of_both_dtypes
+def test_what_a_query_gets_depends_on_nothing_but_its_context(kernels, dtype, cache_dtype):
     """Not on the batch, on how many threads share the context, or on how the prompt was cut into chunks: bit by bit."""
-    case = Case(kernels, LONG, num_heads=9, num_kv_heads=3, dtype=dtype)
+    case = Case(kernels, LONG, num_heads=9, num_kv_heads=3, dtype=dtype, cache_dtype=cache_dtype)
     together = case.ours(kernels)
     for row, (queries, context) in enumerate(LONG):
         start = int(case.starts[row])
@@ -141,11 +187,12 @@ def test_attention_takes_queries_out_of_a_fused_projection(kernels):
     assert out.is_contiguous()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("context", [1, 2, 15, 31])
-def test_what_stands_behind_the_context_poisons_nothing(kernels, context, dtype):
-    case = Case(kernels, [(1, context), (min(3, context), context)], dtype=dtype)  # all NaN but what was written
-    assert case.ours(kernels).isfinite().all()
+@of_both_dtypes
+def test_what_stands_behind_the_context_poisons_nothing(kernels, dtype, cache_dtype):
+    for context in (1, 2, 15, 31, 40):
+        rows = [(1, context), (min(3, context), context)]
+        case = Case(kernels, rows, dtype=dtype, cache_dtype=cache_dtype)  # all NaN but what was written
+        assert case.ours(kernels).isfinite().all(), context
 
 
 def test_a_sequence_that_holds_a_nan_fails_alone(kernels):
@@ -156,41 +203,69 @@ def test_a_sequence_that_holds_a_nan_fails_alone(kernels):
     assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def as_the_twins(k_cache, v_cache):
+    """The two caches of [num_blocks, block_size, num_kv_heads, head_dim] as the twins lay them out."""
+    num_blocks, block_size, num_kv_heads, head_dim = shape = k_cache.shape
+    unit = cpu.unit_of(k_cache.dtype)
+    k = k_cache.view(num_blocks, num_kv_heads, head_dim // unit, block_size, unit).permute(0, 3, 1, 2, 4)
+    v = v_cache.view(num_blocks, num_kv_heads, block_size // unit, head_dim, unit).permute(0, 2, 4, 1, 3)
+    return k.reshape(shape), v.reshape(shape)
+
+
+@of_both_dtypes
 @pytest.mark.parametrize("num_tokens, head_dim", [(0, 64), (1, 64), (5, 6), (100, 80)])
-def test_rotation_with_the_cache_write_is_its_twins(kernels, num_tokens, head_dim, dtype):
+def test_rotation_with_the_cache_write_is_its_twins(kernels, num_tokens, head_dim, dtype, cache_dtype):
     num_heads, num_kv_heads = 6, 2
-    shape = (40, 4, num_kv_heads, head_dim)
     angles = torch.randn(num_tokens, head_dim // 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
     slots = torch.randperm(160)[:num_tokens]
     slots[1::3] = -1
-    theirs, caches, twin_caches = (
-        heads.clone(),
-        torch.zeros(2, *shape, dtype=dtype),
-        torch.zeros(2, *shape, dtype=dtype),
-    )
+    theirs = heads.clone()
+    caches, twin_caches = torch.zeros(2, 2, 40, 4, num_kv_heads, head_dim, dtype=cache_dtype)
     q = kernels.rotate_and_cache(heads, cos, sin, *caches, slots)
     twin_q = reference.rotate_and_cache(theirs, cos, sin, *twin_caches, slots)
     torch.testing.assert_close(heads, theirs, **TOLERANCE[dtype])
     torch.testing.assert_close(q, twin_q, **TOLERANCE[dtype])
     assert q.data_ptr() == heads.data_ptr()
-    unit = cpu.unit_of(dtype)
-    for ours, twin in zip(caches, twin_caches, strict=True):
-        assert sorted(ours.flatten().abs().gt(0).nonzero().shape) == sorted(twin.flatten().abs().gt(0).nonzero().shape)
-    k = caches[0].view(40, num_kv_heads, head_dim // unit, 4, unit).permute(0, 3, 1, 2, 4).reshape(shape)
-    v = caches[1].view(40, num_kv_heads, 4 // unit, head_dim, unit).permute(0, 2, 4, 1, 3).reshape(shape)
-    torch.testing.assert_close(k, twin_caches[0], **TOLERANCE[dtype])
+    k, v = as_the_twins(*caches)
+    coarser = max(dtype, cache_dtype, key=lambda kind: TOLERANCE[kind]["atol"])
+    torch.testing.assert_close(k, twin_caches[0], **TOLERANCE[coarser])
     assert torch.equal(v, twin_caches[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def numbers_of(dtype):
+    """Numbers of all kinds: every one that 16 bits write down, or for float32 those that are hard to round to them."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    if dtype != torch.float32:
+        return halves.view(dtype)
+    words = torch.randint(-(2**31), 2**31, (2**16,)).int()
+    ties = torch.cat([halves.view(kind).float() for kind in (torch.float16, torch.bfloat16)]).view(torch.int32)
+    ties = torch.cat([ties + step for step in (0, 1, -1, 0x800, 0x1000, 0x1001, 0x8000, 0x8001, 0x7FFF)])
+    special = torch.tensor([65504, 65519, 65520, 65536, 1e30, torch.inf, -torch.inf, 2.0**-24, 2.0**-25, 1e-45, -0.0])
+    return torch.cat([words.view(torch.float32), ties.view(torch.float32), special])
+
+
+@of_both_dtypes
+def test_every_number_is_rounded_to_the_caches_dtype_as_torch_rounds_it(kernels, dtype, cache_dtype):
+    numbers = numbers_of(dtype)
+    for numbers_at_once in (2, 64):  # some one by one, some in vectors
+        x = numbers[: len(numbers) // numbers_at_once * numbers_at_once].view(-1, 1, numbers_at_once)
+        x = torch.cat([x, x[: len(x) % 2]])  # an even number of slots
+        caches = torch.zeros(2, 1, len(x), 1, numbers_at_once, dtype=cache_dtype).view(2, -1, 2, 1, numbers_at_once)
+        kernels.reshape_and_cache(x, x, *caches, torch.arange(len(x)))
+        for found in as_the_twins(*caches):
+            # But for denormals, which the instruction that rounds to bfloat16 takes for zero.
+            expected = x.to(cache_dtype)
+            torch.testing.assert_close(found.reshape(x.shape), expected, rtol=0, atol=2**-126, equal_nan=True)
+
+
+@of_all_dtypes
 @pytest.mark.parametrize("num_rows, size", [(0, 8), (1, 1), (3, 7), (5, 16), (2, 576), (200, 100)])
 def test_norms_and_gate_are_their_twins(kernels, num_rows, size, dtype):
     x, residual = (3 * torch.randn(2, num_rows, size)).to(dtype)
     weight, sum_of_both = torch.randn(size).to(dtype), residual.clone()
-    close = TOLERANCE[dtype] if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+    close = {"atol": 1e-2, "rtol": 1e-2} if dtype == torch.bfloat16 else TOLERANCE[dtype]
     torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), **close)
     ours, theirs = (f.add_rms_norm(x, r, weight, 1e-5) for f, r in ((kernels, residual), (reference, sum_of_both)))
     torch.testing.assert_close(ours, theirs, **close)
@@ -235,11 +310,13 @@ def test_slots_outside_the_cache_are_refused():
 
 def test_the_fastest_kernels_are_chosen_once_and_a_reason_is_given_for_the_reference():
     device = torch.device("cpu")
-    assert choice.choose(device, torch.bfloat16, head_dim=64, block_size=16).name == f"cpu: C++ {LEVELS[-1]}"
+    assert choice.choose(device, torch.bfloat16, head_dim=64, block_size=16).name == f"cpu: C++ {BEST}"
     odd = choice.choose(device, torch.bfloat16, head_dim=64, block_size=3)
     assert (odd.name, "pairs" in odd.note) == ("reference", True)
-    half = choice.choose(device, torch.float16, head_dim=64, block_size=16)
-    assert (half.name, "float16" in half.note) == ("reference", True)
+    wide = choice.choose(device, torch.bfloat16, cache_dtype=torch.float32, head_dim=64, block_size=3)
+    assert wide.name == f"cpu: C++ {BEST}"
+    double = choice.choose(device, torch.float64, head_dim=64, block_size=16)
+    assert (double.name, "float64" in double.note) == ("reference", True)
 
 
 def test_a_library_that_is_missing_or_older_than_its_sources_is_not_used(tmp_path, monkeypatch):
@@ -256,6 +333,27 @@ def test_a_library_that_is_missing_or_older_than_its_sources_is_not_used(tmp_pat
 def test_a_level_that_the_cpu_does_not_run_is_refused(monkeypatch):
     with pytest.raises(cpu.KernelsUnavailable, match="but not sse9"):
         cpu.CpuKernels("sse9")
+
+
+@pytest.mark.skipif("amx_bf16" not in build.levels(), reason="not the architecture that has tile registers")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump to look into the library with")
+def test_the_level_with_tile_registers_is_made_of_their_instructions_and_its_model_is_not():
+    """No test runs them unless the CPU has them; that they are in the library is what can be said elsewhere."""
+    listing = subprocess.run(["objdump", "-d", str(build.LIBRARY)], capture_output=True, text=True, check=True).stdout
+    found = set(re.findall(r"\b(ldtilecfg|tilerelease|tilezero|tileloadd|tilestored|tdpbf16ps)\b", listing))
+    assert found == {"ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbf16ps"}
+    assert not set(build.MODELS) & set(build.levels())
+    assert not set(build.MODELS) & set(cpu.runnable_levels())
+
+
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="no compiler for another architecture")
+@pytest.mark.parametrize("level", ["portable", *build.MODELS])
+def test_what_asks_for_no_architecture_compiles_for_another_one_without_a_warning(tmp_path, level):
+    flags = (*build.FLAGS, *{**build.OTHER_LEVELS, **build.MODELS}[level], "-Werror")
+    for source, define in (("level.cpp", f"-DLEVEL={level}"), ("library.cpp", '-DSOURCE_DIGEST="none"')):
+        arguments = [*flags, define, "-c", str(build.SOURCES / source), "-o", str(tmp_path / "compiled.o")]
+        run = subprocess.run(["aarch64-linux-gnu-g++", *arguments], capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
 
 
 def test_each_thread_is_bound_to_a_core_of_its_own():

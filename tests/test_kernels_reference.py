@@ -1,11 +1,16 @@
 """The torch twins against arithmetic done the slow way, over odd shapes."""
 
+import itertools
+import math
+
 import pytest
 import torch
 
 from kernels import reference
 
 BLOCK_SIZE = 4
+# A unit in the last place of a result near one.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +96,18 @@ def test_paged_attention_in_bfloat16_stays_close():
     torch.testing.assert_close(reference.paged_attention(*case).double(), naive_attention(*case), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("dtype, cache_dtype", list(itertools.permutations(TOLERANCES, 2)))
+def test_queries_and_a_cache_of_two_dtypes_meet_in_float32(dtype, cache_dtype):
+    for scores in ((None, None), (3, 0.5)):
+        q, k_cache, v_cache, *others = attention_case(BATCHES["mixed"], num_heads=6, num_kv_heads=2, dtype=dtype)
+        case = (q, k_cache.to(cache_dtype), v_cache.to(cache_dtype), *others, *scores)
+        out = reference.paged_attention(*case)
+        assert out.dtype == dtype
+        # Nothing is rounded but the result.
+        expected = naive_attention(*case).to(dtype)
+        torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
 def test_paged_attention_takes_queries_out_of_a_fused_projection():
     q, *others = attention_case(BATCHES["mixed"], num_heads=4, num_kv_heads=2)
     fused = torch.randn(q.shape[0], 4 + 2 + 2, q.shape[2])
@@ -114,6 +131,7 @@ def test_paged_attention_never_sees_what_stands_behind_the_context(rows):
     [
         (lambda c: c[0].unsqueeze_(0), "do not fit together"),
         (lambda c: c.__setitem__(0, c[0].double()), "differ in dtype"),
+        (lambda c: c.__setitem__(2, c[2].half()), "differ in dtype"),
         (lambda c: c.__setitem__(0, c[0][:, :3]), "share 2 K/V heads"),
         (lambda c: c.__setitem__(0, c[0][:-1]), "query_starts ends"),
         (lambda c: c.__setitem__(3, c[3][:1]), "same rows"),
@@ -137,6 +155,21 @@ def test_reshape_and_cache_writes_each_token_into_its_slot_and_skips_padding():
     assert torch.equal(v_cache, 10 * k_cache)
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_keys_and_values_are_rounded_to_the_caches_dtype(cache_dtype):
+    """To the nearest, ties to even; what float16 has no room for becomes infinite."""
+    k = torch.tensor([[[1.0, 1.00390625, 1.01171875, 1e5]]])
+    k_cache, v_cache = caches(1, dtype=cache_dtype)
+    reference.reshape_and_cache(k, -k, k_cache, v_cache, torch.tensor([2]))
+    expected = {
+        torch.float32: [1.0, 1.00390625, 1.01171875, 1e5],
+        torch.bfloat16: [1.0, 1.0, 1.015625, 99840.0],
+        torch.float16: [1.0, 1.00390625, 1.01171875, torch.inf],
+    }
+    assert k_cache[0, 2, 0].tolist() == expected[cache_dtype]
+    assert torch.equal(v_cache[0, 2, 0], -k_cache[0, 2, 0])
+
+
 def test_reshape_and_cache_of_no_tokens_writes_nothing():
     k_cache, v_cache = caches(1)
     before = k_cache.clone()
@@ -151,6 +184,8 @@ def test_reshape_and_cache_refuses_arguments_that_do_not_fit():
     for arguments in (
         (k, k[:1], k_cache, v_cache, slots),
         (k.double(), k.double(), k_cache, v_cache, slots),
+        (k, k.half(), k_cache, v_cache, slots),
+        (k, k, k_cache, v_cache.half(), slots),
         (k, k, k_cache, v_cache, slots.int()),
         (k, k, k_cache, v_cache, slots[:1]),
     ):
@@ -249,3 +284,40 @@ def test_silu_and_mul_gates_the_second_half_by_the_first():
     torch.testing.assert_close(reference.silu_and_mul(x), x[:, :4] * x[:, :4].sigmoid() * x[:, 4:])
     with pytest.raises(ValueError):
         reference.silu_and_mul(x[:, :7])
+
+
+@pytest.mark.parametrize("approximate, half", [("none", 0.5 * (1 + math.erf(1 / 2**0.5))), ("tanh", 0.8411919906)])
+def test_gelu_is_x_times_the_gaussians_integral_alone_and_as_a_gate(approximate, half):
+    x = torch.tensor([[1.0, 0.0, 3.0, 5.0]])
+    assert reference.gelu(x, approximate)[0, :2].tolist() == pytest.approx([half, 0])
+    assert reference.gelu_and_mul(x, approximate).tolist() == [pytest.approx([3 * half, 0])]
+    for refused in (lambda: reference.gelu_and_mul(x[:, :3]), lambda: reference.gelu(x, "sigmoid")):
+        with pytest.raises(ValueError):
+            refused()
+
+
+def test_sample_tokens_takes_the_best_of_greedy_rows_and_what_the_filters_keep_of_the_others():
+    logits = torch.tensor([[0.0, 2.0, 1.0, 1.5]]).repeat(6, 1)
+    heats = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0])
+    top_k, top_p = torch.tensor([4, 1, 4, 4, 2, 2]), torch.tensor([1.0, 1.0, 0.3, 1.0, 1.0, 1.0])
+    min_p, typical_p = torch.tensor([0.0, 0.0, 0.0, 0.9, 0.0, 0.0]), torch.tensor([1.0, 1.0, 1.0, 1.0, 1e-6, 1.0])
+    names = (torch.arange(6),) * 3
+    found = reference.sample_tokens(logits, heats, *names, (top_k, top_p, min_p, typical_p)).tolist()
+    # Of tokens 1 and 3, which top-k leaves with 62 and 38 %, the former's information content is nearer to the mean.
+    assert found == [1, 1, 1, 1, 1, 1]
+    positions = torch.arange(99)
+    drawn = reference.sample_tokens(logits[:1].repeat(99, 1), torch.ones(99), positions, positions, positions)
+    assert set(drawn.tolist()) == {0, 1, 2, 3}
+
+
+def test_sample_tokens_refuses_arguments_that_do_not_fit():
+    logits, heat, numbers = torch.zeros(2, 5), torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    for arguments in (
+        (logits.double(), heat, numbers, numbers, numbers),
+        (logits, heat[:1], numbers, numbers, numbers),
+        (logits, heat, numbers, numbers, numbers.int()),
+        (logits, heat, numbers, numbers, numbers, (numbers, heat, heat)),
+        (logits[:, :0], heat, numbers, numbers, numbers),
+    ):
+        with pytest.raises(ValueError):
+            reference.sample_tokens(*arguments)

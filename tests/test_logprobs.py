@@ -159,9 +159,8 @@ def test_a_prompt_is_told_of_once_in_chunks_though_it_is_computed_again_after_a_
 def test_what_a_lost_step_told_of_a_prompt_is_asked_for_again():
     core = make(budget=4, max_num_seqs=1)
     group = submit(core, 8, sampling=Sampling(num_prompt_logprobs=0))
-    plan = core.schedule(0.0)
-    core.preempt(group)
-    core.update(plan, answer(plan, [7]))
+    core.schedule(0.0)
+    core.requeue_running()
     assert len(group.prompt_logprobs) == 0
     for _ in range(2):
         plan = core.schedule(0.0)
@@ -207,8 +206,7 @@ def test_a_worker_is_told_of_all_tokens_where_a_penalty_is_on_and_only_there():
     for token in (7, 8):
         core.update(plan, answer(plan, [token]))
         plan = core.schedule(0.0)
-    core.queues.forget_worker()
-    core.update(plan, answer(plan, [9]))
+    core.requeue_running()
     core.stop(penalized, 0)
     first, second = to_request(core.schedule(0.0), 1).new_requests
     assert (first.request_id, bool(first.prompt_token_ids)) == (plain.number, False)

@@ -1,11 +1,13 @@
 """Memory pressure changes nothing: the real model, under the real core, says the same with many blocks and with few.
 
 Forty requests, greedy, sampled, n = 4 and beams of 4, in float32, in this process: the plan of each step goes straight
-to the model runner. Beams are held against Hugging Face's as well.
+to the model runner, and what it answers to the core, with the next step or without it in between. Beams are held
+against Hugging Face's as well.
 """
 
 import random
 from array import array
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from protos.sampling_pb2 import Sampling
 from scheduler.beam import BeamParams, EarlyStopping
 from scheduler.block_manager import BlockManager
-from scheduler.plan import to_request, to_result
+from scheduler.plan import Plan, StepResult, to_request, to_result
 from scheduler.policy import Policy, PreemptionMode
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup
@@ -54,6 +56,7 @@ class Deployment:
         self.runner = worker.runner
         self.core = Scheduler(Policy(budget, **options), BlockManager(num_blocks, 16, num_swap_blocks))
         self.max_num_held = 0
+        self._answers: deque[tuple[Plan, StepResult]] = deque()
 
     def submit(self, place: int, prompt: list[int], n=1, beam: BeamParams | None = None, **sampling) -> SequenceGroup:
         return self.core.submit(
@@ -70,12 +73,16 @@ class Deployment:
         )
 
     def step(self) -> None:
+        """Plans a step; takes the answer to the oldest if no more may be in flight, or there was nothing to plan."""
         plan = self.core.schedule(1000.0)
         self.core.check()
-        response = self.runner.execute(to_request(plan, epoch=0))
-        assert not response.failed_samples
-        self.core.update(plan, to_result(response))
-        self.core.check()
+        if plan.rows:
+            response = self.runner.execute(to_request(plan, epoch=0))
+            assert not response.failed_samples
+            self._answers.append((plan, to_result(response)))
+        if not plan.rows or len(self._answers) == self.core.policy.max_steps_in_flight:
+            self.core.update(*self._answers.popleft())
+            self.core.check()
         self.max_num_held = max(self.max_num_held, self.core.blocks.num_held)
 
 
@@ -122,19 +129,21 @@ def ample(weights, tokenizer):
     return outputs, deployment.max_num_held
 
 
-def test_a_tenth_of_the_blocks_changes_no_token(weights, tokenizer, ample):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_tenth_of_the_blocks_changes_no_token(weights, tokenizer, ample, depth):
     expected, num_blocks = ample
-    mode = PreemptionMode.RECOMPUTE
-    deployment = Deployment(weights, num_blocks=num_blocks // 10, preemption_mode=mode)
+    options = {"preemption_mode": PreemptionMode.RECOMPUTE, "max_steps_in_flight": depth}
+    deployment = Deployment(weights, num_blocks=num_blocks // 10, **options)
     assert answers(deployment, tokenizer) == expected
     assert deployment.core.num_preemptions > 0
     assert deployment.core.num_swap_outs == 0
 
 
-def test_swapping_changes_no_token(weights, tokenizer, ample):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_swapping_changes_no_token(weights, tokenizer, ample, depth):
     expected, num_blocks = ample
-    mode = PreemptionMode.SWAP
-    deployment = Deployment(weights, num_blocks=num_blocks // 10, num_swap_blocks=num_blocks, preemption_mode=mode)
+    options = {"preemption_mode": PreemptionMode.SWAP, "max_steps_in_flight": depth}
+    deployment = Deployment(weights, num_blocks=num_blocks // 10, num_swap_blocks=num_blocks, **options)
     assert answers(deployment, tokenizer) == expected
     assert deployment.core.num_swap_outs == deployment.core.num_swap_ins > 0
 
@@ -154,9 +163,10 @@ def test_classic_steps_change_no_token(weights, tokenizer, ample):
     assert answers(Deployment(weights, chunked_prefill=False), tokenizer) == ample[0]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_preempting_anyone_at_any_step_changes_no_token(weights, tokenizer, ample, mode):
-    deployment = Deployment(weights, num_swap_blocks=AMPLE, preemption_mode=mode)
+def test_preempting_anyone_at_any_step_changes_no_token(weights, tokenizer, ample, mode, depth):
+    deployment = Deployment(weights, num_swap_blocks=AMPLE, preemption_mode=mode, max_steps_in_flight=depth)
     assert answers(deployment, tokenizer, preempt_share=0.3) == ample[0]
     assert deployment.core.num_preemptions > 100
 

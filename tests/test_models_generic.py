@@ -8,9 +8,12 @@ import pytest
 import torch
 from models_fakes import PROMPTS, VOCABULARY_SIZE, assert_alike, ours, save, theirs, tiny_model
 from real_worker import start_runner
+from torch import nn
 from worker_fakes import tiny_runner
 
+from bench.in_process import make_runner
 from worker.checkpoint import UnsupportedModel, read_config
+from worker.layers.linear import Linear, _onednn_has_bfloat16
 from worker.models.generic import GenericForCausalLM
 from worker.models.llama import LlamaForCausalLM
 from worker.models.registry import load_model
@@ -86,6 +89,45 @@ def test_shards_and_bfloat16_are_read_alike(tmp_path):
     assert runner._model.embedding.weight.dtype == torch.bfloat16
     for found, exact in zip(ours(runner, num_tokens=1), theirs(model, num_tokens=1), strict=True):
         assert abs(found[0][1] - exact[0][1]) < 0.5
+
+
+def served_by(directory, dtype, cache_dtype=None):
+    return load_model(directory, read_config(directory), dtype, CPU, block_size=4, cache_dtype=cache_dtype)
+
+
+@pytest.mark.parametrize("case", ["gemma2", "phi3"])
+def test_products_in_bfloat16_are_packed_and_say_the_same(tmp_path, monkeypatch, case):
+    if not _onednn_has_bfloat16():
+        pytest.skip("this CPU has no packed products in bfloat16")
+    directory = save(make(case), tmp_path)
+    packed = served_by(directory, torch.bfloat16)
+    assert not [module for module in packed._whole.modules() if type(module) is nn.Linear]
+    monkeypatch.setattr(Linear, "pack", lambda product: None)
+    plain = served_by(directory, torch.bfloat16)
+    found, expected = (
+        ours(start_runner(model, num_blocks=64, block_size=4).runner, num_tokens=1) for model in (packed, plain)
+    )
+    for [(_, value)], [(_, other_value)] in zip(found, expected, strict=True):
+        assert abs(value - other_value) < 0.1
+
+
+def test_weights_that_are_not_packed_are_no_longer_in_the_checkpoints_files(tmp_path):
+    directory = save(make("phi3"), tmp_path)
+    model = served_by(directory, torch.float32)
+    expected = ours(start_runner(model, num_blocks=64, block_size=4).runner)
+    (path,) = directory.glob("*.safetensors")
+    path.write_bytes(bytes(path.stat().st_size))
+    assert ours(start_runner(model, num_blocks=64, block_size=4).runner) == expected
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16])
+def test_the_cache_may_be_narrower_than_the_weights(tmp_path, cache_dtype):
+    model = make("gemma2")
+    served = served_by(save(model, tmp_path), torch.float32, cache_dtype)
+    runner = make_runner(served, num_blocks=64, block_size=4, dtype=cache_dtype, device=CPU)[0]
+    model.set_attn_implementation("eager")
+    for found, exact in zip(ours(runner, num_tokens=1), theirs(model, num_tokens=1), strict=True):
+        assert abs(found[0][1] - exact[0][1]) < (0.3 if cache_dtype == torch.bfloat16 else 0.05)
 
 
 @pytest.mark.parametrize("context_length", [16, 64])

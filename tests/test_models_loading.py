@@ -35,7 +35,7 @@ def checkpoint(directory, name, dtype=torch.float32):
 
 
 def load(directory, **changes):
-    settings = {"model": str(directory), "num_blocks": 20, "swap_bytes": 0, "device": "cpu", "num_threads": 1}
+    settings = {"model": str(directory), "num_gpu_blocks": 20, "swap_bytes": 0, "device": "cpu", "num_threads": 1}
     return load_worker(WorkerSettings(**(settings | changes))).info
 
 

@@ -177,10 +177,11 @@ def test_delays_double_up_to_their_bound_and_five_deaths_in_a_minute_are_too_man
 
 def test_options_reach_the_services_that_they_are_for():
     shared = shared_settings(dtype="float32", max_num_batched_tokens=64, log_level=None, max_num_seqs=8)
-    extra = (Setting.parse("scheduler.chunked_prefill=false"), Setting.parse("worker.num-blocks=64"))
+    extra = (Setting.parse("scheduler.chunked_prefill=false"), Setting.parse("worker.num-gpu-blocks=8"))
     worker, scheduler, router = services(LaunchOptions("/m", "0.0.0.0", 7000, (*shared, *extra)), "/d")
     assert " ".join(worker.command[2:]) == (
-        "-m worker --listen unix:/d/worker.sock --model /m --dtype=float32 --max-num-batched-tokens=64 --num-blocks=64"
+        "-m worker --listen unix:/d/worker.sock --model /m "
+        "--dtype=float32 --max-num-batched-tokens=64 --num-gpu-blocks=8"
     )
     assert " ".join(scheduler.command[2:]) == (
         "-m scheduler --listen unix:/d/scheduler.sock --worker unix:/d/worker.sock"

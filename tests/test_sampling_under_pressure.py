@@ -5,6 +5,7 @@ As `test_memory_pressure.py`, on a random model that is small enough to be run t
 
 import random
 from array import array
+from collections import deque
 
 import pytest
 
@@ -12,7 +13,7 @@ from protos.columns import pack, pack_floats
 from protos.sampling_pb2 import Sampling
 from scheduler.beam import BeamParams
 from scheduler.block_manager import BlockManager
-from scheduler.plan import to_request, to_result
+from scheduler.plan import Plan, StepResult, to_request, to_result
 from scheduler.policy import Policy, PreemptionMode
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup
@@ -50,6 +51,7 @@ class Deployment:
         self._weights, self._sizes = weights, (num_blocks, num_swap_blocks, budget)
         options = {"max_num_seqs": min(40, budget), "max_waiting_requests": 100, "watermark": 0.0} | policy
         self.core = Scheduler(Policy(budget, **options), BlockManager(num_blocks, BLOCK_SIZE, num_swap_blocks))
+        self._answers: deque[tuple[Plan, StepResult]] = deque()
         self._start_worker()
 
     def _start_worker(self) -> None:
@@ -61,6 +63,7 @@ class Deployment:
 
     def lose_worker(self) -> None:
         self.core.requeue_running()
+        self._answers.clear()
         self._start_worker()
 
     def submit(self, place: int, prompt: list[int], n=1, beam=None, biases=None, **sampling) -> SequenceGroup:
@@ -82,13 +85,20 @@ class Deployment:
         )
 
     def step(self, interrupt=None) -> None:
-        """One step; `interrupt` falls between its plan and its result."""
+        """Plans a step; takes the answer to the oldest if no more may be in flight, or there was nothing to plan.
+
+        `interrupt` falls between plan and answer.
+        """
         plan = self.core.schedule(1000.0)
-        response = self.runner.execute(to_request(plan, epoch=0))
-        assert not response.failed_samples
+        self.core.check()
+        if plan.rows:
+            response = self.runner.execute(to_request(plan, epoch=0))
+            assert not response.failed_samples
+            self._answers.append((plan, to_result(response)))
         if interrupt is not None:
-            interrupt(plan)
-        self.core.update(plan, to_result(response))
+            interrupt()
+        if self._answers and (not plan.rows or len(self._answers) == self.core.policy.max_steps_in_flight):
+            self.core.update(*self._answers.popleft())
         self.core.check()
 
 
@@ -158,22 +168,25 @@ def test_each_request_says_the_same_alone(weights, ample):
     assert_same(alone, ample)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_few_blocks_change_nothing(weights, ample, mode):
-    deployment = Deployment(weights, num_blocks=40, num_swap_blocks=200, preemption_mode=mode)
+def test_few_blocks_change_nothing(weights, ample, mode, depth):
+    options = {"preemption_mode": mode, "max_steps_in_flight": depth}
+    deployment = Deployment(weights, num_blocks=40, num_swap_blocks=200, **options)
     assert_same(run(deployment), ample)
     assert deployment.core.num_preemptions > 5
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("options", [{"budget": 5}, {"chunked_prefill": False}, {"prefix_caching": False}])
-def test_chunks_and_caches_change_nothing(weights, ample, options):
-    assert_same(run(Deployment(weights, **options)), ample)
+def test_chunks_and_caches_change_nothing(weights, ample, options, depth):
+    assert_same(run(Deployment(weights, max_steps_in_flight=depth, **options)), ample)
 
 
 def preempt_anyone(deployment, source):
-    """Before the step, or while it runs: then what it samples is lost, and sampled again."""
+    """Before a step is planned, or while it runs: then what it samples is still taken."""
 
-    def strike(plan=None) -> None:
+    def strike() -> None:
         for group in list(deployment.core.queues.running):
             if source.random() < 0.4:
                 deployment.core.preempt(group)
@@ -184,14 +197,16 @@ def preempt_anyone(deployment, source):
     return strike
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_preempting_anyone_at_any_moment_changes_nothing(weights, ample, mode):
-    deployment = Deployment(weights, num_swap_blocks=AMPLE, preemption_mode=mode)
+def test_preempting_anyone_at_any_moment_changes_nothing(weights, ample, mode, depth):
+    deployment = Deployment(weights, num_swap_blocks=AMPLE, preemption_mode=mode, max_steps_in_flight=depth)
     assert_same(run(deployment, preempt_anyone), ample)
     assert deployment.core.num_preemptions > 50
 
 
-def test_workers_that_are_lost_before_and_after_their_answers_change_nothing(weights, ample):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_workers_that_are_lost_before_and_after_their_answers_change_nothing(weights, ample, depth):
     lost = []
 
     def misfortune(deployment, source):
@@ -200,10 +215,10 @@ def test_workers_that_are_lost_before_and_after_their_answers_change_nothing(wei
             lost.append("between two steps")
         if source.random() < 0.2:
             lost.append("its answer with it")
-            return lambda plan: deployment.lose_worker()
+            return deployment.lose_worker
         return None
 
-    assert_same(run(Deployment(weights), misfortune), ample)
+    assert_same(run(Deployment(weights, max_steps_in_flight=depth), misfortune), ample)
     assert {"between two steps", "its answer with it"} <= set(lost)
 
 

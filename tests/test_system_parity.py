@@ -81,7 +81,7 @@ async def test_thirty_two_at_once_equal_hugging_face_whatever_the_chunk_size(mod
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 async def test_so_few_blocks_that_groups_are_preempted_change_no_token(model_dir, expected, mode):
-    worker = ("--dtype", "float32", "--num-blocks", "24")
+    worker = ("--dtype", "float32", "--num-gpu-blocks", "24")
     async with deployment(model_dir, worker=worker, scheduler=("--preemption-mode", mode)) as running:
         answers = await running.complete((requests() * 2)[:32])
         assert tokens_of(answers) == (expected * 2)[:32]

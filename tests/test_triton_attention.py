@@ -1,5 +1,7 @@
 """Paged attention in Triton against its torch twin."""
 
+import itertools
+
 import pytest
 import torch
 from triton_device import DEVICE, DOT_DTYPES, everywhere
@@ -13,7 +15,15 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def attention_case(
-    device, rows, num_heads, num_kv_heads, head_dim=64, block_size=16, dtype=torch.float32, integers=torch.int32
+    device,
+    rows,
+    num_heads,
+    num_kv_heads,
+    head_dim=64,
+    block_size=16,
+    dtype=torch.float32,
+    integers=torch.int32,
+    cache_dtype=None,
 ):
     """Arguments for rows of (queries, context length); every slot that no row owns holds NaN."""
     torch.manual_seed(0)
@@ -34,8 +44,9 @@ def attention_case(
     starts = torch.tensor([0, *(queries for queries, _ in rows)]).cumsum(0).to(integers)
     contexts = torch.tensor([context for _, context in rows], dtype=integers)
     q = torch.randn(int(starts[-1]), num_heads, head_dim)
-    floats = [x.to(device=device, dtype=dtype) for x in (q, k_cache, v_cache)]
-    return *floats, *(x.to(device) for x in (tables, starts, contexts)), head_dim**-0.5
+    q = q.to(device=device, dtype=dtype)
+    k_cache, v_cache = (x.to(device=device, dtype=cache_dtype or dtype) for x in (k_cache, v_cache))
+    return q, k_cache, v_cache, *(x.to(device) for x in (tables, starts, contexts)), head_dim**-0.5
 
 
 def twin(q, k_cache, v_cache, *others):
@@ -75,6 +86,14 @@ def test_attention_equals_its_twin_for_groups_of(device, rows, num_heads, num_kv
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_attention_equals_its_twin_for_heads_of(device, head_dim, dtype):
     assert_equals_twin(attention_case(device, [(1, 150), (20, 40)], 4, 1, head_dim, dtype=dtype))
+
+
+@everywhere
+@pytest.mark.parametrize("dtype, cache_dtype", list(itertools.permutations(TOLERANCES, 2)))
+def test_the_cache_may_be_of_another_dtype(device, dtype, cache_dtype):
+    for scores in ((None, None), (20, 1.5)):
+        case = attention_case(device, BATCHES["mixed"], 6, 2, dtype=dtype, cache_dtype=cache_dtype)
+        assert_equals_twin(case, *scores)
 
 
 @everywhere
@@ -172,7 +191,7 @@ def test_contexts_are_cut_until_the_gpu_is_full_and_no_finer():
     "spoil, complaint",
     [
         (lambda c: c[0].unsqueeze_(0), "do not fit together"),
-        (lambda c: c.__setitem__(0, c[0].double()), "not of one dtype"),
+        (lambda c: c.__setitem__(0, c[0].double()), "differ in dtype"),
         (lambda c: c.__setitem__(0, c[0][:, :3]), "share 2 K/V heads"),
         (lambda c: c.__setitem__(0, c[0][:1]), "every row has a query"),
         (lambda c: c.__setitem__(3, c[3][:1]), "same rows"),

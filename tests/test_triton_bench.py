@@ -1,16 +1,19 @@
-"""What of `bench.gpu` needs no GPU: options, rows and lines, that a failing case names itself, that cases can run."""
+"""What of a GPU's benchmarks needs none: options, rows and lines, that a failing case names itself, that cases run."""
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from triton_device import DEVICE
 
-from bench import gpu_cases
-from bench.gpu import Row, line, parse, run_cases, wanted
-from bench.gpu_cases import Case, Work, cases, ceilings
+from bench import gpu_cases, gpu_model
+from bench.gpu import LeftOut, Row, line, parse, run_cases, wanted
+from bench.gpu_cases import Case, Timed, Work, cases, ceilings
+from bench.gpu_model import LLAMA_3_8B, Load, ModelCases
+from kernels.choice import triton_kernels
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,6 +53,14 @@ def test_a_rate_is_bytes_or_operations_over_time_and_a_share_of_its_ceiling():
     assert second == Row("decode", "computes", 100.0, 7.0, 100.0, "TFLOP/s")
 
 
+def test_a_case_may_have_timed_itself():
+    serves = Case("model service", "32 at once", lambda: Timed(2e6, tokens=4096))
+    steps = Case("model decode", "batch 1", lambda: Timed(5000.0, 300.0, bytes_moved=10**10), "copy")
+    rows, _ = measure([serves, steps], {"copy": 4000.0})
+    assert rows[0] == Row("model service", "32 at once", 2e6, 0.0, 2048.0, "tokens/s")
+    assert rows[1] == Row("model decode", "batch 1", 5000.0, 300.0, 2000.0, "GB/s", 0.5)
+
+
 def test_a_case_that_fails_names_itself_and_the_others_are_measured():
     def fail():
         raise ValueError("no such kernel")
@@ -59,6 +70,15 @@ def test_a_case_that_fails_names_itself_and_the_others_are_measured():
     assert timer.cleaned == 3
     assert "swap" in line(rows[1])
     assert "FAILED: ValueError: no such kernel" in line(rows[1])
+
+
+def test_a_case_that_the_machine_is_too_small_for_is_no_failure():
+    def refuse():
+        raise LeftOut("needs 33 GiB, and 24 GiB are free")
+
+    rows, _ = measure([Case("model", "all", refuse)])
+    assert rows == [Row("model", "all", error="left out: needs 33 GiB, and 24 GiB are free")]
+    assert "FAILED" not in line(rows[0])
 
 
 def test_no_case_is_started_when_the_time_is_up():
@@ -76,7 +96,7 @@ def test_a_line_shows_the_figures_that_there_are():
 
 
 def test_options_choose_groups_and_unknown_ones_fail():
-    assert parse([]).seconds == 170
+    assert parse([]).seconds == 250
     assert [c.group for c in wanted([case("a"), case("b", group="swap in")], "swap,copy")] == ["swap in"]
     assert len(wanted([case("a"), case("b")], "")) == 2
     for bad in (["--second", "x"], ["--nonsense"], ["--seconds", "0"]):
@@ -115,6 +135,45 @@ def test_the_cases_run_when_they_are_small(monkeypatch):
         found = work.run()
         if work.beside is not None and found.ndim == 3:
             assert work.beside().numel() == found.numel()
+
+
+def again(run):
+    """A recorder that does everything again."""
+    run()
+    return run
+
+
+def test_the_cases_of_whole_models_run_when_they_are_small(monkeypatch):
+    monkeypatch.setattr(gpu_model, "choose", lambda *_, **__: triton_kernels())
+    config = replace(
+        LLAMA_3_8B,
+        vocabulary_size=50,
+        hidden_size=16,
+        mlp_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        windows=(None,),
+    )
+    load = Load(batches=(1, 3), context=33, prompt_tokens=20, output_tokens=3, steps=2, rounds=1, budget=16)
+    models = ModelCases(DEVICE, config=config, dtype=torch.float32, load=load, record=again)
+    rows, _ = measure(models.cases(), {"copy": 1e-3})
+    assert [row.error for row in rows] == [""] * 8
+    assert [row.name for row in rows if row.group == "model service"] == [
+        "1 at once, 1 step in flight",
+        "3 at once, 1 step in flight",
+        "1 at once, 2 steps in flight",
+        "3 at once, 2 steps in flight",
+    ]
+    for row in rows:
+        assert row.time_us > 0
+        assert (row.share is not None) == (row.unit == "GB/s") == (row.group == "model decode")
+
+
+def test_what_a_model_needs_is_its_weights_and_its_cache():
+    # 8.03 billion values of 2 bytes, and 128 rows of 1024 tokens of 128 KiB.
+    assert ModelCases(DEVICE).bytes_needed == pytest.approx(2 * 8.03e9 + 128 * 1024 * 2**17, rel=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -30,11 +30,12 @@ def slots(num_tokens, device, num_slots=80):
 
 @everywhere
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens, num_kv_heads, head_dim", [(1, 1, 64), (7, 3, 80), (33, 8, 128), (0, 2, 64)])
-def test_reshape_and_cache_equals_its_twin(device, dtype, num_tokens, num_kv_heads, head_dim):
+def test_reshape_and_cache_equals_its_twin(device, dtype, cache_dtype, num_tokens, num_kv_heads, head_dim):
     fused = torch.randn(num_tokens, 2 * num_kv_heads + 1, head_dim).to(device=device, dtype=dtype)
     k, v = fused[:, 1 : num_kv_heads + 1], fused[:, num_kv_heads + 1 :]
-    found = caches(device, dtype, num_kv_heads, head_dim)
+    found = caches(device, cache_dtype, num_kv_heads, head_dim)
     expected = [cache.clone() for cache in found]
     mapping = slots(num_tokens, device)
     reshape_and_cache(k, v, *found, mapping)
@@ -45,11 +46,12 @@ def test_reshape_and_cache_equals_its_twin(device, dtype, num_tokens, num_kv_hea
 
 @everywhere
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens, num_heads, num_kv_heads, head_dim", [(1, 3, 1, 64), (9, 4, 4, 80), (0, 2, 1, 96)])
-def test_rotate_and_cache_equals_its_twin(device, dtype, num_tokens, num_heads, num_kv_heads, head_dim):
+def test_rotate_and_cache_equals_its_twin(device, dtype, cache_dtype, num_tokens, num_heads, num_kv_heads, head_dim):
     heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(device=device, dtype=dtype)
     cos, sin = (torch.randn(num_tokens, head_dim // 2).to(device=device, dtype=dtype) for _ in range(2))
-    found = caches(device, dtype, num_kv_heads, head_dim)
+    found = caches(device, cache_dtype, num_kv_heads, head_dim)
     expected, expected_heads = [cache.clone() for cache in found], heads.clone()
     mapping = slots(num_tokens, device)
     q = rotate_and_cache(heads, cos, sin, *found, mapping)

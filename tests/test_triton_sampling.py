@@ -1,17 +1,19 @@
-"""Sampling in Triton draws the token that the worker's sampler draws."""
+"""Sampling in Triton draws the token that its torch twin draws, alone and as the worker's sampler calls it."""
 
 import math
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
-from triton_device import everywhere
+from triton_device import everywhere, never_waits
 
 from kernels.sampling import sample_tokens
+from worker.adjustments import TokenHistory
 from worker.sampler import Sample, SamplingParameters, draw_tokens
 
 
-def parameters(temperature, top_k=None, top_p=1.0, min_p=0.0, seed=0):
+def parameters(temperature, top_k=None, top_p=1.0, min_p=0.0, seed=0, typical_p=1.0):
     return SamplingParameters(
         temperature=temperature,
         top_p=top_p,
@@ -22,6 +24,7 @@ def parameters(temperature, top_k=None, top_p=1.0, min_p=0.0, seed=0):
         min_tokens=0,
         num_prompt_tokens=0,
         num_candidates=0,
+        typical_p=typical_p,
     )
 
 
@@ -38,6 +41,7 @@ def draw(logits, samples, device, filters=True):
         column([x.top_k or size for x in p], torch.int64),
         column([x.top_p for x in p], torch.float32),
         column([x.min_p for x in p], torch.float32),
+        column([x.typical_p for x in p], torch.float32),
     )
     return sample_tokens(
         logits.to(device),
@@ -85,6 +89,11 @@ FILTERS = [
     {"min_p": 1.0},
     {"top_k": 50, "top_p": 0.9},
     {"top_k": 50, "top_p": 0.9, "min_p": 0.02},
+    {"typical_p": 0.05},
+    {"typical_p": 0.5},
+    {"typical_p": 0.999},
+    {"top_k": 50, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.7},
+    {"top_k": 2, "typical_p": 0.3},
     {},
 ]
 
@@ -136,9 +145,96 @@ def test_sampling_refuses_arguments_that_do_not_fit(device):
         (logits, heat[:1], *names),
         (logits, heat.double(), *names),
         (logits, heat, *names[:2], names[2].int()),
-        (logits, heat, *names, (names[0], heat, names[0])),
+        (logits, heat, *names, (names[0], heat, names[0], heat)),
+        (logits, heat, *names, (names[0], heat, heat)),
         (logits[:, :0], heat, *names),
     ):
         with pytest.raises(ValueError):
             sample_tokens(*arguments)
     assert sample_tokens(logits[:0], heat[:0], *(name[:0] for name in names)).tolist() == []
+
+
+# As the worker's sampler calls it
+
+
+def kinds_of_samples():
+    """A sample of every kind, and of all at once."""
+    history = TokenHistory(np.array([3, 4, 5], dtype=np.int32))
+    history.note(0, 3, np.array([7, 7, 9], dtype=np.int32))
+    greedy, heated = parameters(0.0), parameters(0.8, seed=3)
+    filtered = parameters(1.2, top_k=50, top_p=0.9, min_p=0.01, seed=4)
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    kinds = [
+        *(greedy, heated, filtered, replace(heated, typical_p=0.5), replace(filtered, typical_p=0.7)),
+        *(replace(p, bias_token_ids=(11, 12), biases=(3.0, -100.0)) for p in (greedy, heated)),
+        *(replace(p, **penalties) for p in (greedy, filtered)),
+        *(replace(p, stop_token_ids=(17, 18), min_tokens=9) for p in (greedy, heated)),
+        *(replace(greedy, num_candidates=number) for number in (1, 4)),
+        *(replace(heated, num_top_logprobs=number) for number in (0, 3)),
+        replace(filtered, typical_p=0.9, stop_token_ids=(17,), min_tokens=9, num_top_logprobs=2, **penalties),
+    ]
+    return [Sample(replace(p, num_prompt_tokens=3), 0, 6, history) for p in kinds]
+
+
+def likely_logits(num_rows, size=1500):
+    """Logits whose likeliest tokens are those that the samples bias, forbid or have seen."""
+    logits = 2 * torch.randn(num_rows, size, generator=torch.Generator().manual_seed(1))
+    logits[:, 3:20] += 6
+    return logits
+
+
+def assert_sampled_alike(found, expected):
+    """Of two `SampledTokens`, or parts of them."""
+    for name in (field.name for field in fields(found)):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        if isinstance(ours, torch.Tensor) and ours.is_floating_point():
+            torch.testing.assert_close(ours.cpu(), theirs, atol=1e-4, rtol=1e-5)
+        elif isinstance(ours, torch.Tensor):
+            assert ours.tolist() == theirs.tolist(), name
+        else:
+            assert_sampled_alike(ours, theirs)
+
+
+@everywhere
+def test_samples_of_every_kind_come_out_as_by_the_twin_and_nobody_waits(device):
+    samples = kinds_of_samples()
+    logits = likely_logits(len(samples))
+    expected = draw_tokens(logits.clone(), samples)
+    on_device = [logits.to(device).clone() for _ in range(2)]
+    draw_tokens(on_device[0], samples, sample_tokens)  # compiles
+    with never_waits(device):
+        found = draw_tokens(on_device[1], samples, sample_tokens)
+    assert_sampled_alike(found, expected)
+    assert not found.failed.any()
+
+
+@everywhere
+def test_a_sample_comes_out_alone_as_beside_others(device):
+    samples = kinds_of_samples()
+    logits = likely_logits(len(samples)).to(device)
+    together = draw_tokens(logits.clone(), samples, sample_tokens).token_ids.tolist()
+    for row, sample in enumerate(samples):
+        alone = draw_tokens(logits[row : row + 1].clone(), [sample], sample_tokens).token_ids.tolist()
+        assert alone == together[row : row + 1]
+
+
+@everywhere
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_fails_alone_and_that_is_decided_on_the_device(device, bad):
+    samples = kinds_of_samples()
+    logits = likely_logits(len(samples))
+    good = draw_tokens(logits.to(device).clone(), samples, sample_tokens).token_ids.tolist()
+    logits[1::2, 700] = bad
+    logits = logits.to(device)
+    with never_waits(device):
+        found = draw_tokens(logits, samples, sample_tokens)
+    assert found.failed.tolist() == [row % 2 == 1 for row in range(len(samples))]
+    assert found.token_ids.tolist()[::2] == good[::2]
+    assert all(0 <= token < 1500 for token in found.token_ids.tolist())
+
+
+@everywhere
+def test_a_row_that_allows_no_token_fails(device):
+    p = replace(parameters(1.0, top_p=0.5), stop_token_ids=(0, 1), min_tokens=1)
+    found = draw_tokens(torch.zeros(1, 2, device=device), [Sample(p, 0, 0)], sample_tokens)
+    assert found.failed.tolist() == [True]

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from late_streams import LateStreams
 from real_worker import load_weights, start_runner
 from worker_fakes import GREEDY, Row, logprobs, step, tiny_checkpoint, tiny_llama, tiny_runner, tokens
 
-from protos.columns import unpack
+from protos.columns import pack, unpack
 from protos.sampling_pb2 import Sampling
 from worker.inputs import MalformedStep
 
@@ -154,7 +155,104 @@ def test_finished_requests_are_forgotten_and_their_ids_may_come_back(runner):
             runner.execute(message)
     again = step(Row(1, PROMPT, range(3)), new={1: SEEDED}, finished=[1])
     assert tokens(runner.execute(again)) == expected
-    assert runner._requests.keys() == {1}
+    assert (len(runner._live), runner._last_tokens.num_taken) == (1, 1)
+
+
+def test_who_comes_after_a_finished_request_is_not_told_its_tokens(runner):
+    expected = {
+        seed: run_alone(runner, PROMPT, 3, sampling=Sampling(temperature=1, top_p=1, seed=seed)) for seed in (1, 2)
+    }
+    assert expected[1] != expected[2]
+    runner.execute(step(finished=[1]))
+    news = {seed: Sampling(temperature=1, top_p=1, seed=seed) for seed in (1, 2)}
+    found = [tokens(runner.execute(step(Row(1, PROMPT, range(3)), new={1: news[1]})))]
+    # Request 1 ends with the step in which request 2 begins, which gets its place; and the other way round.
+    found += [tokens(runner.execute(step(Row(2, PROMPT, range(3)), new={2: news[2]}, finished=[1])))]
+    found += [tokens(runner.execute(step(Row(2, [-1], range(3), computed=11))))]
+    found += [tokens(runner.execute(step(Row(1, PROMPT, range(3)), new={1: news[1]}, finished=[2])))]
+    found += [tokens(runner.execute(step(Row(1, [-1], range(3), computed=11))))]
+    first, second = expected[1], expected[2]
+    assert [token for row in found for token in row] == [first[0], *second[:2], *first[:2]]
+    assert runner._last_tokens.num_taken == 1
+
+
+def test_a_request_that_is_new_again_gives_its_places_back(runner):
+    again = step(Row(1, PROMPT, range(3)), new={1: SEEDED}, samples=[(0, index) for index in range(4)])
+    for _ in range(3):
+        runner.execute(again)
+        assert runner._last_tokens.num_taken == 4
+
+
+def test_more_sequences_than_there_are_places_get_more(runner):
+    count = 300
+    together = step(Row(1, PROMPT, range(3)), new={1: SEEDED}, samples=[(0, index) for index in range(count)])
+    firsts = tokens(runner.execute(together))
+    for index in (0, 255, 256, 299):
+        told = step(Row(1, [firsts[index]], [0, 1, 4], computed=11, sequence_index=index), copy=[2, 4])
+        unknown = step(Row(1, [-1], [0, 1, 5], computed=11, sequence_index=index), copy=[2, 5])
+        runner.execute(step(Row(1, PROMPT, range(3)), samples=[(0, index)]))
+        assert tokens(runner.execute(unknown)) == tokens(runner.execute(told))
+
+
+@pytest.fixture
+def late(checkpoint):
+    """A runner on a device that does not say what it has done before somebody waits for it; and its streams."""
+    streams = LateStreams()
+    return tiny_runner(checkpoint, streams=streams), streams
+
+
+def decodes(count, request_id=1):
+    """The steps behind `PROMPT`, each of the token that the one before samples."""
+    return [step(Row(request_id, [-1], range(8), computed=11 + number)) for number in range(count)]
+
+
+def test_steps_that_are_given_ahead_of_their_answers_answer_alike(runner, late):
+    late_runner, streams = late
+    expected = run_alone(runner, PROMPT, 6, sampling=SEEDED)
+    before = streams.last_passed
+    requests = [step(Row(1, PROMPT, range(8)), new={1: SEEDED}), *decodes(5)]
+    in_flight = [late_runner.launch(request) for request in requests]
+    assert not any(step.is_finished for step in in_flight)
+    assert streams.last_passed == before, "a launch has waited for the device"
+    assert [tokens(step.result())[0] for step in reversed(in_flight)] == expected[::-1]
+    assert all(step.is_finished for step in in_flight)
+    assert in_flight[0].result() is in_flight[0].result()
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 1.8}, {"presence_penalty": 3.0}, {"frequency_penalty": 3.0}]
+)
+def test_a_penalty_waits_for_the_tokens_that_it_is_put_on_and_others_do_not(checkpoint, late, penalty):
+    late_runner, streams = late
+    sampling = Sampling(temperature=1, top_p=1, seed=5, num_prompt_tokens=11, **penalty)
+    penalized = step(Row(1, PROMPT, range(8)), new={1: sampling})
+    penalized.new_requests[0].prompt_token_ids = pack(PROMPT)
+    runner = tiny_runner(checkpoint)
+    expected = [tokens(runner.execute(request)) for request in (penalized, *decodes(5))]
+
+    in_flight = [late_runner.launch(penalized)]
+    for request in decodes(5):
+        # In between somebody whose tokens do not depend on others, which waits for nobody.
+        before = streams.last_passed
+        other = late_runner.launch(step(Row(2, PROMPT, range(8, 16)), new={2: SEEDED}, finished=[2]))
+        assert streams.last_passed == before
+        in_flight.append(late_runner.launch(request))
+        assert in_flight[-2].is_finished
+        assert not in_flight[-1].is_finished
+        other.result()
+    assert [tokens(step.result()) for step in in_flight] == expected
+
+
+def test_what_a_finished_request_is_still_sampling_is_noted_nowhere_else(late):
+    late_runner, _ = late
+    sampling = Sampling(temperature=0, top_p=1, num_prompt_tokens=11, presence_penalty=1)
+    first = step(Row(1, PROMPT, range(8)), new={1: sampling})
+    first.new_requests[0].prompt_token_ids = pack(PROMPT)
+    again = step(Row(1, PROMPT, range(8)), new={1: sampling}, finished=[1])
+    again.new_requests[0].prompt_token_ids = pack(PROMPT)
+    in_flight = [late_runner.launch(first), late_runner.launch(decodes(1)[0]), late_runner.launch(again)]
+    found = [tokens(step.result()) for step in in_flight]
+    assert found[0] == found[2]
 
 
 def test_runners_of_the_same_weights_have_pools_of_their_own(checkpoint, runner):

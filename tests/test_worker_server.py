@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -28,7 +30,7 @@ def checkpoint(tmp_path_factory):
 
 
 def settings(checkpoint, **changes):
-    return WorkerSettings(model=str(checkpoint), block_size=4, num_blocks=32, num_threads=1, **changes)
+    return WorkerSettings(model=str(checkpoint), block_size=4, num_gpu_blocks=32, num_threads=1, **changes)
 
 
 @contextlib.asynccontextmanager
@@ -83,7 +85,7 @@ async def test_info_is_unavailable_until_the_model_is_loaded_and_then_says_what_
     assert (info.context_length, info.vocabulary_size) == (100, 97)
     # A block is 2 * 2 layers * 4 tokens * 2 heads * 8 values * 4 bytes.
     assert (info.block_size, info.num_blocks, info.num_cpu_blocks) == (4, 32, 10_000 // 1024)
-    assert info.kv_cache_note == "32 blocks of 4 tokens (128) in 0.00 GiB: as told by --num-blocks"
+    assert info.kv_cache_note == "32 blocks of 4 tokens (128) in float32, 0.0312 MiB: as told by --num-gpu-blocks"
     assert info.max_num_batched_tokens == 2048
     assert info.swap_ms_per_block > 0
 
@@ -150,13 +152,13 @@ async def test_a_step_that_explodes_is_named_and_leaves_the_worker_serving(worke
     runner = service._loaded.runner
     ran = []
 
-    def execute(request, execute=runner.execute):
+    def launch(request, launch=runner.launch):
         ran.append(request.step_id)
         if request.step_id == 1:
             raise RuntimeError("boom")
-        return execute(request)
+        return launch(request)
 
-    monkeypatch.setattr(runner, "execute", execute)
+    monkeypatch.setattr(runner, "launch", launch)
     stream = stub.Execute()
     for request in (prompt(epoch), decode(epoch, 1), decode(epoch, 2), decode(epoch, 3)):
         await stream.write(request)
@@ -183,13 +185,13 @@ async def test_a_client_that_leaves_takes_its_waiting_steps_with_it(checkpoint, 
     await service.load(lambda: load_worker(settings(checkpoint)))
     runner, loop = service._loaded.runner, asyncio.get_running_loop()
 
-    def execute(request, execute=runner.execute):
+    def launch(request, launch=runner.launch):
         ran.append(request.step_id)
         loop.call_soon_threadsafe(begun.set)
         assert released.wait(timeout=20)
-        return execute(request)
+        return launch(request)
 
-    monkeypatch.setattr(runner, "execute", execute)
+    monkeypatch.setattr(runner, "launch", launch)
     async with serving(service) as channel, asyncio.timeout(20):
         stub = WorkerServiceStub(channel)
         epoch = (await stub.GetInfo(GetInfoRequest())).epoch
@@ -202,6 +204,125 @@ async def test_a_client_that_leaves_takes_its_waiting_steps_with_it(checkpoint, 
         released.set()
         await stub.ExecuteModel(prompt(epoch, step_id=9, request_id=2))
     assert ran == [0, 9]
+
+
+class SlowDevice:
+    """A runner's steps on a device that comes to the end of one when it is told to."""
+
+    def __init__(self, runner, monkeypatch):
+        self._loop = asyncio.get_running_loop()
+        self._launch = runner.launch
+        self._ended = [threading.Event() for _ in range(4)]
+        self.launched = [asyncio.Event() for _ in range(4)]
+        self.failing = set()
+        monkeypatch.setattr(runner, "launch", self.launch)
+
+    def launch(self, request):
+        self._loop.call_soon_threadsafe(self.launched[request.step_id].set)
+        return StepOnSlowDevice(self._launch(request), self._ended[request.step_id], request.step_id in self.failing)
+
+    def end(self, step_id):
+        self._ended[step_id].set()
+
+
+class StepOnSlowDevice:
+    def __init__(self, step, ended, fails):
+        self._step, self._ended, self._fails = step, ended, fails
+
+    @property
+    def is_finished(self):
+        return self._ended.is_set()
+
+    def result(self):
+        assert self._ended.wait(timeout=20)
+        if self._fails:
+            raise RuntimeError("the device says no")
+        return self._step.result()
+
+
+async def test_a_step_is_launched_while_the_device_is_at_the_one_before_and_a_third_is_not(worker, monkeypatch):
+    stub, service, epoch = worker
+    device = SlowDevice(service._loaded.runner, monkeypatch)
+    stream = stub.Execute()
+    async with asyncio.timeout(20):
+        for request in (prompt(epoch), decode(epoch, 1), decode(epoch, 2)):
+            await stream.write(request)
+        await device.launched[1].wait()
+        # The device may well end the second first, as far as the worker can tell; answers keep their order.
+        device.end(1)
+        answer = asyncio.ensure_future(stream.read())
+        assert not device.launched[2].is_set()
+        device.end(0)
+        assert (await answer).step_id == 0
+        await device.launched[2].wait()
+        device.end(2)
+        assert [(await stream.read()).step_id for _ in range(2)] == [1, 2]
+    stream.cancel()
+
+
+async def test_a_step_that_fails_on_the_device_takes_those_behind_it_along(worker, monkeypatch, caplog):
+    stub, service, epoch = worker
+    device = SlowDevice(service._loaded.runner, monkeypatch)
+    device.failing = {0}
+    stream = stub.Execute()
+    async with asyncio.timeout(20):
+        await stream.write(prompt(epoch))
+        await stream.write(decode(epoch, 1))
+        await device.launched[1].wait()
+        device.end(0)
+        device.end(1)
+        with pytest.raises(grpc.aio.AioRpcError, match="step 0 failed with RuntimeError"):
+            await stream.read()
+        device.end(3)
+        response = await stub.ExecuteModel(prompt(epoch, step_id=3, request_id=2))
+    assert len(tokens(response)) == 1
+    gc.collect()  # when asyncio would tell of errors that nobody took
+    assert "the device says no" in caplog.text
+    assert "never retrieved" not in caplog.text
+
+
+async def test_a_device_that_has_failed_for_good_is_told_of(worker, monkeypatch):
+    stub, service, epoch = worker
+    runner = service._loaded.runner
+
+    def fail(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(runner, "launch", fail)
+    assert await code_of(stub.ExecuteModel(prompt(epoch))) == grpc.StatusCode.INTERNAL
+    assert not service.device_lost.is_set()
+    monkeypatch.setattr(runner._streams, "mark", fail)
+    assert await code_of(stub.ExecuteModel(prompt(epoch))) == grpc.StatusCode.INTERNAL
+    async with asyncio.timeout(5):
+        await service.device_lost.wait()
+
+
+async def test_the_process_ends_with_1_when_the_device_has_failed(checkpoint, monkeypatch):
+    from worker import process
+
+    class Failing(WorkerService):
+        async def load(self, load):
+            await super().load(load)
+            self.device_lost.set()
+
+    monkeypatch.setattr(process, "WorkerService", Failing)
+    async with asyncio.timeout(60):
+        assert await process.serve(settings(checkpoint, listen="127.0.0.1:0"), asyncio.Event()) == 1
+
+
+async def test_a_step_that_is_refused_waits_until_the_one_before_is_answered(worker, monkeypatch):
+    stub, service, epoch = worker
+    device = SlowDevice(service._loaded.runner, monkeypatch)
+    bad = decode(epoch, 1)
+    bad.block_tables = b""
+    stream = stub.Execute()
+    async with asyncio.timeout(20):
+        await stream.write(prompt(epoch))
+        await stream.write(bad)
+        await device.launched[1].wait()
+        device.end(0)
+        assert (await stream.read()).step_id == 0
+        assert await code_of(stream.read()) == grpc.StatusCode.INVALID_ARGUMENT
 
 
 def start(*arguments):
@@ -226,7 +347,8 @@ async def test_the_process_serves_and_ends_with_0_on_sigterm(checkpoint, tmp_pat
         async with asyncio.timeout(60), dial(address) as channel:
             await wait_for_serving(channel, NAME)
             info = await WorkerServiceStub(channel).GetInfo(GetInfoRequest())
-            assert (info.model, info.num_blocks) == ("tiny-llama", 64 * 128 // 16)
+            assert (info.model, info.context_length) == ("tiny-llama", 128)
+            assert info.num_blocks * info.block_size >= 128
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
     finally:
@@ -259,6 +381,23 @@ def test_a_mistake_on_the_command_line_is_named(arguments, complaint, capsys):
         WorkerSettings.parse("worker", arguments)
     assert stop.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_decodes_are_recorded_on_a_gpu_only_if_they_are_to_be_and_can_be(checkpoint):
+    import torch
+    from real_worker import load_weights
+
+    from kernels.choice import torch_reference
+    from worker import loading
+
+    assert WorkerSettings.parse("worker", ["--model", "x"]).cuda_graphs
+    assert not WorkerSettings.parse("worker", ["--model", "x", "--no-cuda-graphs"]).cuda_graphs
+    model = load_weights(checkpoint)
+    model.operations = replace(torch_reference(), recordable=True)
+    assert loading._recorder(settings(checkpoint), model, torch.device("cpu")) is None
+    assert loading._recorder(settings(checkpoint, cuda_graphs=False), model, torch.device("cuda")) is None
+    model.operations = torch_reference()
+    assert loading._recorder(settings(checkpoint), model, torch.device("cuda")) is None
 
 
 def test_sizes_are_read_with_their_units():

@@ -128,7 +128,7 @@ def test_files_that_are_missing_or_broken_are_refused(directory):
 def test_config_json_is_read_or_refused(directory):
     assert checkpoint_dtype(read_config(directory)) == torch.float32
     assert checkpoint_dtype({"torch_dtype": "bfloat16"}) == torch.bfloat16
-    with pytest.raises(UnsupportedModel, match="float8"):
+    with pytest.raises(UnsupportedModel, match="'float8': choose by --dtype one of"):
         checkpoint_dtype({"dtype": "float8"})
     for content, complaint in (("{", "is not JSON"), ("[]", "is not a JSON object")):
         (directory / "config.json").write_text(content)
@@ -144,13 +144,13 @@ def test_a_model_is_a_directory_or_a_name_on_the_hub(directory, monkeypatch):
     assert checkpoint_name("owner/Name-1B") == "Name-1B"
     with pytest.raises(ModelError, match="there is no directory /no/where"):
         find_checkpoint("/no/where")
-    monkeypatch.setattr("worker.checkpoint.snapshot_download", lambda name, **_: directory / name)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: directory / name)
     assert find_checkpoint("owner/name") == directory / "owner" / "name"
 
     def fail(*_, **__):
         raise ValueError("no such\nname")
 
-    monkeypatch.setattr("worker.checkpoint.snapshot_download", fail)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(
         ModelError, match=r"'a b' is neither a directory here nor a model that the hub gives us: no such$"
     ):

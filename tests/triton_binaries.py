@@ -31,7 +31,8 @@ _ATTENTION = {**_INDICES, "partials": "*fp32", "log_sums": "*fp32", "score_scale
 _FLOATS = ("out", "q", "k", "v", "x", "k_cache", "v_cache", "heads", "cos", "sin", "residual", "weight")
 _SAMPLING = {
     **dict.fromkeys(
-        (*("best_values", "drawn_values", "thresholds", "logits", "temperatures", "top_p", "least_scaled"),), "*fp32"
+        (*("best_values", "drawn_values", "bounds", "logits", "temperatures", "top_p", "least_scaled", "typical_p"),),
+        "*fp32",
     ),
     **dict.fromkeys(("best_ids", "drawn_ids"), "*i32"),
     **dict.fromkeys(("seeds", "positions", "sequence_indexes", "top_k", "token_ids"), "*i64"),
@@ -39,19 +40,23 @@ _SAMPLING = {
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def _attention(short, dtype, head_dim, group, block_size, capability, window=0, capped=False, queries=1):
+def _attention(
+    short, dtype, head_dim, group, block_size, capability, window=0, capped=False, queries=1, cache_dtype=None
+):
     """A case with the tile that the wrapper takes for it."""
     import torch
 
     from kernels.decode_attention import short_tile
+    from kernels.paged_attention import precision_of
     from kernels.prefill_attention import long_tile
 
     padded_dim = max(16, 1 << (head_dim - 1).bit_length())
-    torch_dtype = getattr(torch, _TORCH_NAMES[dtype])
+    cache_dtype = cache_dtype or dtype
+    dtypes = [getattr(torch, _TORCH_NAMES[name]) for name in (dtype, cache_dtype)]
     if short:
-        rows, (tile, num_warps, num_stages) = 16, short_tile(padded_dim, torch_dtype)
+        rows, (tile, num_warps, num_stages) = 16, short_tile(padded_dim, torch.promote_types(*dtypes))
     else:
-        rows, tile, num_warps, num_stages = long_tile(padded_dim, torch_dtype)
+        rows, tile, num_warps, num_stages = long_tile(padded_dim, *dtypes)
     constants = {
         "GROUP": group,
         "QUERIES": queries if short else 16 // group,
@@ -62,10 +67,11 @@ def _attention(short, dtype, head_dim, group, block_size, capability, window=0, 
         "CAPPED": capped,
         "ROWS": rows,
         "TILE": tile,
-        "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        "PRECISION": precision_of(*dtypes),
     }
     kernel = "decode_attention:_short_rows_kernel" if short else "prefill_attention:_long_rows_kernel"
     types = {**_ATTENTION, **dict.fromkeys(_FLOATS, f"*{dtype}")}
+    types |= dict.fromkeys(("k_cache", "v_cache"), f"*{cache_dtype}")
     return Case(kernel, capability, constants, types, num_warps, num_stages)
 
 
@@ -78,6 +84,11 @@ def cases() -> dict[str, Case]:
             name = f"{dtype} {head_dim} group {group} sm_{capability}"
             found[f"short rows {name}"] = _attention(True, dtype, head_dim, group, 16, capability)
             found[f"long rows {name}"] = _attention(False, dtype, head_dim, group, 16, capability)
+        for dtype, cache_dtype in (("fp32", "bf16"), ("bf16", "fp16")):
+            name = f"{dtype} 64 group 3, cache {cache_dtype} sm_{capability}"
+            for short in (True, False):
+                kind = "short" if short else "long"
+                found[f"{kind} rows {name}"] = _attention(short, dtype, 64, 3, 16, capability, cache_dtype=cache_dtype)
         name = f"window and cap sm_{capability}"
         found[f"short rows {name}"] = _attention(True, "bf16", 128, 4, 32, capability, 4096, True, queries=4)
         found[f"long rows {name}"] = _attention(False, "bf16", 128, 4, 64, capability, 4096, True)
@@ -109,7 +120,7 @@ def cases() -> dict[str, Case]:
             8,
         ),
         "sampling:_parts_kernel": ({"PART": 8192, "TILE": 1024}, _SAMPLING, 4),
-        "sampling:_thresholds_kernel": ({"PADDED_PARTS": 16, "TILE": 4096}, _SAMPLING, 16),
+        "sampling:_bounds_kernel": ({"PADDED_PARTS": 16, "TILE": 4096}, _SAMPLING, 16),
         "sampling:_draws_kernel": (
             {"FILTERED": True, "PADDED_PARTS": 16, "PART": 8192, "COUNTERS": 256},
             _SAMPLING,

@@ -5,10 +5,13 @@ To be imported before the kernels are, since a kernel is made for one of the two
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 ON_GPU = torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ
 
@@ -70,6 +73,58 @@ def _interpret_tritons_own_functions() -> None:
             for attribute, value in list(vars(module).items()):
                 if isinstance(value, JITFunction):
                     setattr(module, attribute, InterpretedFunction(value.fn))
+
+
+# What reads a tensor's values on the host, or makes a tensor whose shape hangs on them.
+_READS = {"item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__", "is_nonzero"}
+_READS |= {"__contains__", "equal", "allclose", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
+_READS |= {"bincount", "repeat_interleave"}
+# What copies from memory that is not pinned, for which the host waits; `worker.transfer` is the way.
+_COPIES = {"tensor", "as_tensor", "cuda"}
+
+
+class _Waiting(TorchFunctionMode):
+    """Fails where code would wait if its tensors were on a GPU; a stand-in for `torch.cuda.set_sync_debug_mode`."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        assert name not in _READS | _COPIES, f"{name} waits for the device"
+        if name == "to":
+            moves = any(isinstance(x, torch.device | str) for x in (*args[1:], kwargs.get("device")))
+            assert not moves or kwargs.get("non_blocking"), "a copy waits for the device"
+        if name in ("__getitem__", "__setitem__"):
+            indexes = args[1] if isinstance(args[1], tuple) else (args[1],)
+            for index in indexes:
+                assert not isinstance(index, list | np.ndarray), "an index is copied to the device, and waited for"
+                assert getattr(index, "dtype", None) != torch.bool, "a mask is counted on the device, and waited for"
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def never_waits(device: torch.device) -> Iterator[None]:
+    """Fails if what is inside makes the host wait for the device. On a CPU what a kernel does inside does not count."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+
+    def launch_unseen(executor, *args, **kwargs):
+        with torch._C.DisableTorchFunction():
+            return launch(executor, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = launch_unseen
+    try:
+        with _Waiting():
+            yield
+    finally:
+        interpreter.GridExecutor.__call__ = launch
 
 
 if not ON_GPU:

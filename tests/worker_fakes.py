@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from real_worker import load_runner
+from real_worker import CPU, load_weights
 
+from bench.in_process import make_runner
 from protos.columns import pack, unpack, unpack_floats
 from protos.sampling_pb2 import Sampling
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, NewRequest
+from worker.checkpoint import DTYPES
 from worker.model_runner import ModelRunner
 
 GREEDY = Sampling(temperature=0, top_p=1)
@@ -48,12 +50,25 @@ def tiny_checkpoint(directory: Path, *, max_shard_size: str = "1GB", **changes) 
 
 
 def tiny_runner(
-    directory: Path, *, num_blocks: int = 64, num_cpu_blocks: int = 8, block_size: int = 4, dtype: str = "float32"
+    directory: Path,
+    *,
+    num_blocks: int = 64,
+    num_cpu_blocks: int = 8,
+    block_size: int = 4,
+    dtype: str = "float32",
+    device: torch.device = CPU,
+    streams=None,
 ) -> ModelRunner:
-    """A runner of the checkpoint in `directory`, as the worker would load it."""
-    return load_runner(
-        directory, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_size=block_size, dtype=dtype
-    ).runner
+    """A runner of the checkpoint in `directory`, as the worker would load it, but not warmed up."""
+    return make_runner(
+        load_weights(directory, dtype, device),
+        num_blocks=num_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        block_size=block_size,
+        dtype=DTYPES[dtype],
+        device=device,
+        streams=streams,
+    )[0]
 
 
 @dataclass

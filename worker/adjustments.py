@@ -1,10 +1,11 @@
-"""What changes a row's logits before a token is drawn: biases of tokens, and penalties for tokens seen before.
+"""What changes a row's logits before a token is drawn: biases, penalties for tokens seen before, bans of tokens.
 
 In this order, as transformers and vLLM have it: `logit_bias`; `repetition_penalty` over prompt and output, which
 divides positive logits and multiplies negative ones (CTRL: Keskar et al. 2019, arXiv:1909.05858); `presence_penalty`
-and `frequency_penalty` over the output, which are subtracted once and per occurrence (OpenAI's rule).
+and `frequency_penalty` over the output, which are subtracted once and per occurrence (OpenAI's rule); and stop tokens
+that come too early are forbidden.
 
-Only the cells of tokens that are biased or seen are touched, those of all rows together.
+Only the cells of the tokens in question are touched, those of all rows together.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from worker.transfer import to_device
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -66,10 +69,9 @@ def add_biases(
         token_ids: [R]: of each, none of which stands twice.
         biases: like `token_ids`.
     """
-    columns = [np.array(ids, dtype=np.int64) for ids in token_ids]
-    cells = _cells(rows, columns, logits.device)
-    added = torch.from_numpy(np.concatenate([np.array(row, dtype=np.float32) for row in biases])).to(logits.device)
-    logits[cells] = logits[cells] + added
+    summands = np.concatenate([np.array(row, dtype=np.float32) for row in biases])
+    row, column, summand = to_device(logits.device, *_cells(rows, token_ids), summands)
+    logits[row, column] = logits[row, column] + summand
 
 
 def penalize_repetition(
@@ -83,13 +85,12 @@ def penalize_repetition(
         token_ids: [R]: seen by each; how often one stands there does not matter.
         penalties: [R].
     """
-    cells = _cells(rows, token_ids, logits.device)
-    factors = _spread(penalties, token_ids, logits.device)
-    values = logits[cells]  # read before any is written: a token that stands twice is penalized once
+    row, column, factors = to_device(logits.device, *_cells(rows, token_ids), _spread(penalties, token_ids))
+    values = logits[row, column]  # read before any is written: a token that stands twice is penalized once
     penalized = torch.where(values > 0, values / factors, values * factors)
     # Of what is finite no penalty makes infinities, which no token could be drawn from.
     limit = torch.finfo(torch.float32).max
-    logits[cells] = penalized.clamp_(-limit, limit)
+    logits[row, column] = penalized.clamp_(-limit, limit)
 
 
 def penalize_occurrences(
@@ -108,20 +109,31 @@ def penalize_occurrences(
         presence_penalties: [R].
         frequency_penalties: [R].
     """
-    cells = _cells(rows, token_ids, logits.device)
-    logits[cells] = logits[cells] - _spread(presence_penalties, token_ids, logits.device)
+    penalties = (_spread(values, token_ids) for values in (presence_penalties, frequency_penalties))
+    row, column, once, each = to_device(logits.device, *_cells(rows, token_ids), *penalties)
+    logits[row, column] = logits[row, column] - once
     # The summands of one cell are equal, so their order does not matter.
-    logits.index_put_(cells, -_spread(frequency_penalties, token_ids, logits.device), accumulate=True)
+    logits.index_put_((row, column), -each, accumulate=True)
 
 
-def _cells(rows: Sequence[int], token_ids: Sequence[TokenIds], device: torch.device) -> tuple[Tensor, Tensor]:
+def forbid(logits: Tensor, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+    """Makes the logits of each row's tokens -inf; in place.
+
+    Args:
+        logits: [num_rows, vocabulary_size] float32.
+        rows: [R] those with tokens to be forbidden.
+        token_ids: [R]: of each.
+    """
+    row, column = to_device(logits.device, *_cells(rows, token_ids))
+    logits[row, column] = -torch.inf
+
+
+def _cells(rows: Sequence[int], token_ids: Sequence[TokenIds] | Sequence[Sequence[int]]) -> tuple[TokenIds, TokenIds]:
     """Row and column of each token's logit."""
-    lengths = [len(ids) for ids in token_ids]
-    row_of_each = torch.from_numpy(np.repeat(np.array(rows, dtype=np.int64), lengths))
-    return row_of_each.to(device), torch.from_numpy(np.concatenate(token_ids)).to(device)
+    columns = [np.array(ids, dtype=np.int64) for ids in token_ids]
+    return np.repeat(np.array(rows, dtype=np.int64), [len(ids) for ids in token_ids]), np.concatenate(columns)
 
 
-def _spread(values: Sequence[float], token_ids: Sequence[TokenIds], device: torch.device) -> Tensor:
-    """Each row's value at each of its tokens, float32."""
-    spread = np.repeat(np.array(values, dtype=np.float32), [len(ids) for ids in token_ids])
-    return torch.from_numpy(spread).to(device)
+def _spread(values: Sequence[float], token_ids: Sequence[TokenIds]) -> npt.NDArray[np.float32]:
+    """Each row's value at each of its tokens."""
+    return np.repeat(np.array(values, dtype=np.float32), [len(ids) for ids in token_ids])

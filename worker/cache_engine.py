@@ -1,26 +1,22 @@
-"""The KV cache: how many blocks there are, the memory they stand in, and moving them between pools.
+"""The KV cache: the memory that its blocks stand in, and moving them between pools.
 
-It knows nothing of who owns a block: the scheduler allocates, and this module does what it is told.
+It knows nothing of who owns a block: the scheduler allocates, and this module does what it is told. How many there are
+is `worker.cache_size`'s affair.
 """
 
 import mmap
-import os
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels.choice import Operations
+from worker.streams import Mark, Streams, streams_of
+from worker.transfer import to_device
 
-# What a CPU worker takes when nobody says how much: room for this many sequences of full length, a quarter of the
-# memory that is free beside the weights, or the cap, whichever is least. Pages cost nothing until they are written.
-_DEFAULT_NUM_SEQUENCES = 64
-_DEFAULT_SHARE = 0.25
-_DEFAULT_CAP_BYTES = 4 << 30
-# The same for the swap pool, beside the cache; it never has more blocks than the cache, whose blocks go there.
-_DEFAULT_SWAP_CAP_BYTES = 1 << 30
+Pairs = npt.NDArray[np.integer]
 
 # What is moved out and in at the start, a few times, to measure the cost of a block.
 _MEASURED_BLOCKS = 64
@@ -50,108 +46,42 @@ class CacheShape:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSize:
-    """How many blocks, and in words how that came about."""
+class Swap:
+    """Blocks that are moved between the pools: where that begins and ends."""
 
-    num_blocks: int
-    note: str
-
-
-def size_as_told(shape: CacheShape, num_blocks: int | None, kv_cache_bytes: int | None) -> CacheSize | None:
-    """The size that the settings name, by blocks or else by bytes; None when they name none.
-
-    Raises:
-        ValueError: the bytes do not hold one block.
-    """
-    if num_blocks is not None:
-        return _size(shape, num_blocks, "as told by --num-blocks")
-    if kv_cache_bytes is not None:
-        return _size(shape, kv_cache_bytes // shape.block_bytes, "as told by --kv-cache-bytes")
-    return None
-
-
-def size_on_cpu(shape: CacheShape, context_length: int, available_bytes: int) -> CacheSize:
-    """A share of the memory that is available beside the weights, within reason.
-
-    Raises:
-        ValueError: the share does not hold one block.
-    """
-    longest_bytes = -(-context_length // shape.block_size) * shape.block_bytes
-    candidates = [
-        (_DEFAULT_NUM_SEQUENCES * longest_bytes, f"{_DEFAULT_NUM_SEQUENCES} sequences of {context_length} tokens"),
-        (int(_DEFAULT_SHARE * available_bytes), f"a quarter of the {_gibibytes(available_bytes)} available"),
-        (_DEFAULT_CAP_BYTES, f"the default cap of {_gibibytes(_DEFAULT_CAP_BYTES)}"),
-    ]
-    cache_bytes, reason = min(candidates)
-    return _size(shape, cache_bytes // shape.block_bytes, reason)
-
-
-def size_on_gpu(shape: CacheShape, total_bytes: int, peak_bytes: int, gpu_memory_utilization: float) -> CacheSize:
-    """What is left of our share of the GPU's memory beside the peak of the largest step.
-
-    Args:
-        shape: of a block.
-        total_bytes: the GPU's memory.
-        peak_bytes: most that was in use during the profile run, by us and by others.
-        gpu_memory_utilization: our share of `total_bytes`, in (0, 1].
-
-    Raises:
-        ValueError: that does not hold one block.
-    """
-    cache_bytes = int(total_bytes * gpu_memory_utilization) - peak_bytes
-    reason = f"{gpu_memory_utilization:.0%} of {_gibibytes(total_bytes)}, less {_gibibytes(peak_bytes)} at the peak"
-    return _size(shape, cache_bytes // shape.block_bytes, reason)
-
-
-def count_swap_blocks(shape: CacheShape, swap_bytes: int | None, num_blocks: int, available_bytes: int) -> int:
-    """Blocks of the swap pool: what `swap_bytes` hold, or by default as many as the cache has, within reason.
-
-    Args:
-        shape: of a block.
-        swap_bytes: as told by --swap-bytes; None when nobody says.
-        num_blocks: of the cache.
-        available_bytes: of CPU memory, beside the weights and the cache.
-    """
-    if swap_bytes is not None:
-        return swap_bytes // shape.block_bytes
-    most_bytes = min(_DEFAULT_SWAP_CAP_BYTES, int(_DEFAULT_SHARE * max(0, available_bytes)))
-    return min(num_blocks, most_bytes // shape.block_bytes)
-
-
-def _size(shape: CacheShape, num_blocks: int, reason: str) -> CacheSize:
-    if num_blocks < 1:
-        raise ValueError(f"no block of {shape.block_bytes:,} bytes fits into the KV cache ({reason})")
-    tokens, size = num_blocks * shape.block_size, _gibibytes(num_blocks * shape.block_bytes)
-    return CacheSize(num_blocks, f"{num_blocks:,} blocks of {shape.block_size} tokens ({tokens:,}) in {size}: {reason}")
-
-
-def _gibibytes(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
-
-
-def available_memory() -> int:
-    """Bytes that this process may still take: what the machine has, or what the container's limit leaves if less."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    rows = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    available = int(rows["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(most) - int(used.read_text())))
-    return available
+    begun: Mark
+    ended: Mark
 
 
 class CacheEngine:
     """The block pool on the model's device, and beside it a pool in CPU memory to swap blocks out to.
 
     Both are zero at first. `layers` are the views that the model's layers read and write.
+
+    Args:
+        shape: of a block.
+        num_blocks: of the pool on the device.
+        num_cpu_blocks: of the other pool.
+        device: the model's.
+        operations: the model's, which lay K and V out in a block.
+        streams: of the device; None: those that it has.
     """
 
-    def __init__(self, shape: CacheShape, num_blocks: int, num_cpu_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        num_blocks: int,
+        num_cpu_blocks: int,
+        device: torch.device,
+        operations: Operations,
+        streams: Streams | None = None,
+    ) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
         self.num_cpu_blocks = num_cpu_blocks
+        self._device = device
+        self._operations = operations
+        self._streams = streams or streams_of(device)
         if device.type == "cpu":
             self._cache = _map(shape, num_blocks, huge_pages=True)
             # Small pages for what may never be used: a block has a piece in every layer, so the first one that is
@@ -161,25 +91,56 @@ class CacheEngine:
             self._cache = torch.zeros(shape.of_pool(num_blocks), dtype=shape.dtype, device=device)
             self._cpu_cache = torch.zeros(shape.of_pool(num_cpu_blocks), dtype=shape.dtype, pin_memory=True)
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self._cache]
+        # Blocks of the device that a swap reads or writes which the steps have not waited for, and the last such swap.
+        self._in_motion = np.zeros(num_blocks, dtype=bool)
+        self._last_swap: Swap | None = None
 
-    def swap_out(self, block_pairs: Tensor) -> None:
-        """Copies blocks to the CPU pool; block_pairs: [num_pairs, 2] int64, (ours, CPU's)."""
-        reference.swap_blocks(self._cache, self._cpu_cache, block_pairs)
+    def swap(self, blocks_out: Pairs, blocks_in: Pairs) -> Swap | None:
+        """Moves blocks to the CPU pool and then others back, beside the steps, behind all that were given before.
 
-    def swap_in(self, block_pairs: Tensor) -> None:
-        """Copies blocks back; block_pairs: [num_pairs, 2] int64, (CPU's, ours)."""
-        reference.swap_blocks(self._cpu_cache, self._cache, block_pairs)
+        The host does not wait, and no step does before `wait_for_swaps`.
 
-    def copy(self, block_pairs: Tensor) -> None:
-        """Copies blocks onto others; block_pairs: [num_pairs, 2] int64, (from, to)."""
-        reference.copy_blocks(self._cache, block_pairs)
+        Args:
+            blocks_out: [n, 2] pairs of (ours, CPU's).
+            blocks_in: [n, 2] pairs of (CPU's, ours).
+
+        Returns:
+            None where there is nothing to move.
+        """
+        if len(blocks_out) == len(blocks_in) == 0:
+            return None
+
+        def move() -> None:
+            for source, destination, pairs in (
+                (self._cache, self._cpu_cache, blocks_out),
+                (self._cpu_cache, self._cache, blocks_in),
+            ):
+                if len(pairs) > 0:
+                    (sent,) = to_device(self._device, pairs.astype(np.int64))
+                    self._operations.swap_blocks(source, destination, sent)
+
+        self._last_swap = Swap(*self._streams.beside(move))
+        self._in_motion[blocks_out[:, 0]] = True
+        self._in_motion[blocks_in[:, 1]] = True
+        return self._last_swap
+
+    def wait_for_swaps(self, *blocks: npt.NDArray[np.integer]) -> None:
+        """To be called before a step reads or writes `blocks`: it begins once no swap moves any of them.
+
+        A step that touches none of them runs beside the swap.
+        """
+        if self._last_swap is not None and any(self._in_motion[touched].any() for touched in blocks):
+            self._streams.wait_for(self._last_swap.ended)
+            self._in_motion[:] = False
+            self._last_swap = None
+
+    def copy(self, block_pairs: Pairs) -> None:
+        """Copies blocks onto others; block_pairs: [num_pairs, 2], (from, to)."""
+        # From the host's memory, where the operation sees whether a block is both read and written.
+        self._operations.copy_blocks(self._cache, torch.from_numpy(block_pairs.astype(np.int64)))
 
     def clear(self, blocks: Tensor) -> None:
-        """Zeroes blocks; blocks: [n] int64.
-
-        Done when a sequence enters a block: attention reads whole blocks and masks what stands behind the context, and
-        a NaN that the block's last owner left there would get through the mask, since 0 * NaN is NaN.
-        """
+        """Zeroes blocks; blocks: [n] int64, on the device."""
         self._cache.index_fill_(2, blocks, 0)
 
     def measure_swap(self) -> float:
@@ -189,27 +150,22 @@ class CacheEngine:
         moves zero.
         """
         count = min(_MEASURED_BLOCKS, max(1, _MEASURED_BYTES // self.shape.block_bytes))
-        blocks = torch.arange(min(count, self.num_blocks, self.num_cpu_blocks))
+        blocks = np.arange(min(count, self.num_blocks, self.num_cpu_blocks))
         if len(blocks) == 0:
             return 0.0
-        pairs = blocks[:, None].expand(-1, 2)
-        on_device = blocks.to(self._cache.device)
+        pairs = np.stack([blocks, blocks], axis=1)
+        on_cpu, on_device = torch.from_numpy(blocks), torch.from_numpy(blocks).to(self._device)
         self._cache.index_fill_(2, on_device, 1)  # pages that were never written are all one page, and read faster
-        times_s = []
+        times_ms = []
         for _ in range(_MEASURED_ROUNDS):  # the first one warms up
-            begun = self.finished_at()
-            self.swap_out(pairs)
-            self.swap_in(pairs)
-            times_s.append(self.finished_at() - begun)
+            swap = self.swap(pairs, pairs)
+            assert swap is not None
+            swap.ended.wait()
+            times_ms.append(swap.ended.ms_since(swap.begun))
+        self.wait_for_swaps(blocks)
         self.clear(on_device)
-        self._cpu_cache.index_fill_(2, blocks, 0)
-        return 1e3 * min(times_s) / (2 * len(blocks))  # of the round that nobody else held up
-
-    def finished_at(self) -> float:
-        """The time in seconds, of `time.perf_counter`, once the device has done all that it was given."""
-        if self._cache.is_cuda:
-            torch.cuda.synchronize(self._cache.device)
-        return time.perf_counter()
+        self._cpu_cache.index_fill_(2, on_cpu, 0)
+        return min(times_ms) / (2 * len(blocks))  # of the round that nobody else held up
 
 
 def _map(shape: CacheShape, num_blocks: int, *, huge_pages: bool) -> Tensor:

@@ -9,8 +9,11 @@ the others: the scheduler drops them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
+
+from worker.logprobs import most_probable
+from worker.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,6 @@ def best_candidates(logits: Tensor, normalizers: Tensor, counts: Sequence[int]) 
         normalizers: [num_rows] float32, the log of each row's sum of exponentials with no token forbidden.
         counts: [num_rows], each from 1 to the vocabulary's size.
     """
-    # One search for all rows, as deep as the deepest wants: its cost hardly depends on the depth.
-    values, token_ids = logits.topk(max(counts))  # [R, M], best first
-    wanted = torch.arange(max(counts), device=logits.device) < torch.tensor(counts, device=logits.device)[:, None]
-    logprobs = values - normalizers[:, None]
-    return Candidates(token_ids[wanted], logprobs[wanted], token_ids[:, 0])
+    token_ids, logprobs = most_probable(logits, normalizers, counts)
+    (firsts,) = to_device(logits.device, np.cumsum([0, *counts[:-1]]))
+    return Candidates(token_ids, logprobs, token_ids[firsts])

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
-from huggingface_hub import snapshot_download
 
 # Weights without pickle, and the numbers that explain them; the tokenizer's files are the router's.
 _FILES = ["*.safetensors", "*.safetensors.index.json", "config.json"]
@@ -34,7 +34,8 @@ def find_checkpoint(model: str) -> Path:
     if model.startswith(("/", ".", "~")):
         raise ModelError(f"there is no directory {path}")
     try:
-        return Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_DUPLICATES))
+        # By its full name, which loads what it needs only now: an HTTP client of 8 MB.
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_DUPLICATES))
     except (OSError, ValueError) as error:  # the hub's own errors are these two
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
@@ -73,5 +74,5 @@ def checkpoint_dtype(config: dict[str, Any]) -> torch.dtype:
     """
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     if name not in DTYPES:
-        raise UnsupportedModel(f"dtype {name!r} of the checkpoint is not supported; choose one of {', '.join(DTYPES)}")
+        raise UnsupportedModel(f"the checkpoint's dtype is {name!r}: choose by --dtype one of {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -2,13 +2,22 @@
 
 from typing import Literal
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from protos.process import Settings
+
+DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 
 
 class WorkerSettings(Settings):
     """Serves one model's forward passes to a scheduler."""
+
+    selftest: bool = Field(
+        False,
+        description="check this machine, the kernels and, where --model names one, the model; print what was found and "
+        "end, with status 1 if anything is wrong",
+    )
 
     listen: str = Field("127.0.0.1:50053", description='address to serve on: "host:port" or "unix:/path"')
     drain_grace_s: float = Field(
@@ -16,14 +25,14 @@ class WorkerSettings(Settings):
     )
 
     model: str = Field(
-        min_length=1, description="checkpoint directory (Hugging Face layout), or a model's name on the hub"
+        "",
+        validate_default=True,
+        description="checkpoint directory (Hugging Face layout), or a model's name on the hub; --selftest needs none",
     )
     served_model_name: str | None = Field(
         None, min_length=1, description="what clients call the model (default: the last part of --model)"
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="of weights and KV cache; auto is the checkpoint's own"
-    )
+    dtype: DtypeName = Field("auto", description="of weights and all that is computed; auto is the checkpoint's own")
     max_model_len: int | None = Field(
         None, ge=1, description="most tokens of a sequence, prompt and output (default: what the model was made for)"
     )
@@ -34,9 +43,15 @@ class WorkerSettings(Settings):
     )
 
     block_size: int = Field(16, ge=1, le=1024, description="tokens of KV in a block")
-    num_blocks: int | None = Field(None, ge=1, description="blocks of the KV cache; goes before --kv-cache-bytes")
+    kv_cache_dtype: DtypeName = Field("auto", description="of K and V in the cache; auto is --dtype")
+    num_gpu_blocks: int | None = Field(
+        None, ge=1, description="blocks of the KV cache, on a CPU too; goes before --kv-cache-bytes"
+    )
     kv_cache_bytes: ByteSize | None = Field(
-        None, gt=0, description='size of the KV cache, such as "512MiB" (default: a share of the memory that is free)'
+        None,
+        gt=0,
+        description='size of the KV cache, such as "512MiB" (default on a GPU: see --gpu-memory-utilization; on a CPU: '
+        "that of the checkpoint, but room for a sequence of full length, and at most a quarter of the free memory)",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of a GPU's memory to use for weights, a step's work and KV cache together"
@@ -48,3 +63,15 @@ class WorkerSettings(Settings):
         "(default: as many blocks as the KV cache has, but at most 1GiB and a quarter of the memory that is free)",
     )
     max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")
+    cuda_graphs: bool = Field(
+        True,
+        description="on a GPU, record decode steps at the start and replay them: some seconds and some memory then, "
+        "and less time of the host in each step",
+    )
+
+    @field_validator("model")
+    @classmethod
+    def _require_model(cls, model: str, info: ValidationInfo) -> str:
+        if not model and not info.data.get("selftest"):
+            raise PydanticCustomError("missing", "Field required")
+        return model

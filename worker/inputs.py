@@ -11,8 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.batch_bounds import BatchBounds
 from protos.worker_pb2 import ExecuteModelRequest, NewRequest
 from worker.layers.attention import AttentionMetadata
+from worker.transfer import Array, to_device
 
 # In place of a token id: the token that the row's sequence sampled last.
 LAST_SAMPLED = -1
@@ -142,50 +144,91 @@ class ModelInputs:
     """One step as a model takes it.
 
     Attributes:
-        token_ids: [num_tokens] int64.
-        positions: [num_tokens] int64, 0-based in each token's own sequence.
+        tokens: [3, num_tokens] int64: each token's id, its position, 0-based in its own sequence, and its slot.
         attention: where the tokens stand in the cache.
-        entered_blocks: [n] int64, the blocks behind whose last token no KV of their sequence stands yet.
-        last_tokens: [num_rows] int64, the last token of each row among this step's tokens.
     """
 
-    token_ids: Tensor
-    positions: Tensor
+    tokens: Tensor
     attention: AttentionMetadata
-    entered_blocks: Tensor
-    last_tokens: Tensor
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[num_tokens] int64; those of `LAST_SAMPLED` are still to be filled in."""
+        return self.tokens[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """[num_tokens] int64."""
+        return self.tokens[1]
 
 
-def make_inputs(step: Step, block_size: int, device: torch.device) -> ModelInputs:
-    """The tensors of a step whose token ids are all known."""
+def make_inputs(
+    step: Step, block_size: int, device: torch.device, *others: Array, num_padding: int = 0
+) -> tuple[ModelInputs, list[Tensor]]:
+    """The tensors of a step, and of other arrays; the device gets them all in one transfer.
+
+    Args:
+        step: that has been read.
+        block_size: tokens of a block.
+        device: of the model.
+        others: what else the step needs there.
+        num_padding: rows to be added, each of one token without a context and a slot: it writes nothing, and kernels
+            that are recorded as a CUDA graph give it zeros.
+    """
     num_new_tokens = np.diff(step.query_starts)
-    rows = np.repeat(np.arange(len(num_new_tokens)), num_new_tokens)  # the row of each token
-    offsets = np.arange(len(step.token_ids)) - step.query_starts[rows]
+    num_rows, num_tokens = len(num_new_tokens), len(step.token_ids)
+    rows = np.repeat(np.arange(num_rows), num_new_tokens)  # the row of each token
+    offsets = np.arange(num_tokens) - step.query_starts[rows]
     positions = step.num_computed_tokens[rows] + offsets
     blocks = step.block_tables[step.table_starts[rows] + positions // block_size].astype(np.int64)
-    slot_mapping = blocks * block_size + positions % block_size
+    tokens = np.zeros((3, num_tokens + num_padding), dtype=np.int64)
+    tokens[0, :num_tokens] = step.token_ids
+    tokens[1, :num_tokens] = positions
+    tokens[2, :num_tokens] = blocks * block_size + positions % block_size
+    tokens[2, num_tokens:] = -1
 
     # Tables as a matrix: as wide as the longest context needs, shorter rows repeat their last block.
-    last = (step.context_lengths - 1) // block_size
+    last = _last_blocks(step, block_size)
     columns = np.arange(last.max(initial=-1) + 1)
     indices = step.table_starts[:-1, None] + np.minimum(columns, last[:, None])
-    # Only the last block of a row can have slots behind the context; it is new when this step writes its first slot.
-    entered = step.block_tables[step.table_starts[:-1] + last][last * block_size >= step.num_computed_tokens]
+    tables, starts, contexts = step.block_tables[indices], step.query_starts, step.context_lengths
+    if num_padding > 0:
+        tables = np.pad(tables, [(0, num_padding), (0, 0)])
+        starts = np.concatenate([starts, starts[-1] + np.arange(1, num_padding + 1, dtype=np.int32)])
+        contexts = np.pad(contexts, (0, num_padding))
 
-    def tensor(array: npt.NDArray[np.integer], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(array).to(device=device, dtype=dtype)
+    sent, sent_tables, sent_starts, sent_contexts, *sent_others = to_device(
+        device, tokens, tables, starts, contexts, *others
+    )
+    attention = AttentionMetadata(sent[2], sent_tables, sent_starts, sent_contexts, _bounds(step))
+    return ModelInputs(sent, attention), sent_others
 
-    return ModelInputs(
-        token_ids=tensor(step.token_ids, torch.int64),
-        positions=tensor(positions, torch.int64),
-        attention=AttentionMetadata(
-            slot_mapping=tensor(slot_mapping, torch.int64),
-            block_tables=tensor(step.block_tables[indices], torch.int32),
-            query_starts=tensor(step.query_starts, torch.int32),
-            context_lengths=tensor(step.context_lengths, torch.int32),
-        ),
-        entered_blocks=tensor(entered, torch.int64),
-        last_tokens=tensor(step.query_starts[1:] - 1, torch.int64),
+
+def entered_blocks(step: Step, block_size: int) -> npt.NDArray[np.int64]:
+    """The blocks behind whose last token no KV of their sequence stands yet.
+
+    Only the last block of a row can have slots behind the context; it is new when this step writes its first slot.
+    """
+    last = _last_blocks(step, block_size)
+    blocks = step.block_tables[step.table_starts[:-1] + last]
+    return blocks[last * block_size >= step.num_computed_tokens].astype(np.int64)
+
+
+def _last_blocks(step: Step, block_size: int) -> Integers:
+    """The index of each row's last block in its table."""
+    return (step.context_lengths - 1) // block_size
+
+
+def _bounds(step: Step) -> BatchBounds:
+    """What is known here of the rows' lengths, and would have to be asked of the device later."""
+    if len(step.context_lengths) == 0:
+        return BatchBounds()
+    num_new_tokens = np.diff(step.query_starts)
+    return BatchBounds(
+        longest_context=int(step.context_lengths.max()),
+        total_context=int(step.context_lengths.sum(dtype=np.int64)),
+        fewest_queries=int(num_new_tokens.min()),
+        most_queries=int(num_new_tokens.max()),
     )
 
 

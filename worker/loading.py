@@ -4,19 +4,18 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from kernels.cpu import pin_threads
-from protos.columns import pack
-from protos.sampling_pb2 import Sampling
-from protos.worker_pb2 import ExecuteModelRequest, GetInfoResponse, NewRequest
-from worker.cache_engine import (
-    CacheEngine,
-    CacheShape,
+from protos.worker_pb2 import GetInfoResponse
+from worker.cache_engine import CacheEngine, CacheShape
+from worker.cache_size import (
     CacheSize,
     available_memory,
     count_swap_blocks,
+    largest_logits_bytes,
     size_as_told,
     size_on_cpu,
     size_on_gpu,
@@ -30,13 +29,12 @@ from worker.checkpoint import (
     read_config,
 )
 from worker.config import WorkerSettings
-from worker.inputs import StepLimits
+from worker.decode_graphs import CudaRecorder
 from worker.model_runner import ModelRunner
 from worker.models.model import Model
 from worker.models.registry import load_model
-
-# Samples of the step that a GPU's cache is sized beside: their logits are its largest tensor.
-_PROFILED_SAMPLES = 256
+from worker.profile_run import CudaMemory, profile, run_prompts
+from worker.weights import weight_bytes
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +59,12 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
         ModelError: the model, or a cache for it, can not be had; the message says why.
     """
     clock = _Clock()
-    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
-    device = _choose_device(settings)
+    device = prepare_device(settings)
     directory = find_checkpoint(settings.model)
     config = read_config(directory)
     dtype = checkpoint_dtype(config) if settings.dtype == "auto" else DTYPES[settings.dtype]
-    if device.type == "cpu":
-        log.info("threads", extra={"count": torch.get_num_threads(), "bound_to_cores": pin_threads()})
-    clock.log("model found", directory=str(directory), dtype=_name(dtype), device=str(device))
+    cache_dtype = dtype if settings.kv_cache_dtype == "auto" else DTYPES[settings.kv_cache_dtype]
+    clock.log("model found", directory=str(directory), dtype=dtype_name(dtype), device=str(device))
 
     model = load_model(
         directory,
@@ -77,6 +73,7 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
         device,
         block_size=settings.block_size,
         context_length=settings.max_model_len,
+        cache_dtype=cache_dtype,
     )
     operations = model.operations
     log.log(
@@ -86,21 +83,23 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
     )
     context_length = settings.max_model_len or model.config.context_length
     if context_length > model.config.context_length:
+        longest = model.config.context_length
         raise ModelError(
-            f"--max-model-len is {context_length}, but the model was made for {model.config.context_length}"
+            f"--max-model-len is {context_length}, but the model was made for {longest}: give that or less, or nothing"
         )
     clock.log("weights loaded", threads=torch.get_num_threads())
 
     numbers = model.config
-    shape = CacheShape(numbers.num_layers, settings.block_size, numbers.num_kv_heads, numbers.head_dim, dtype)
-    try:
-        size = _choose_cache_size(settings, model, shape, context_length, device)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
-    available_bytes = available_memory() - (size.num_blocks * shape.block_bytes if device.type == "cpu" else 0)
-    num_cpu_blocks = count_swap_blocks(shape, settings.swap_bytes, size.num_blocks, available_bytes)
-    cache = CacheEngine(shape, size.num_blocks, num_cpu_blocks, device)
-    clock.log("KV cache sized", note=size.note, cpu_blocks=num_cpu_blocks)
+    shape = CacheShape(numbers.num_layers, settings.block_size, numbers.num_kv_heads, numbers.head_dim, cache_dtype)
+    size = _choose_cache_size(settings, model, shape, context_length, device, directory)
+    cache = _make_cache(settings, model, shape, size, device)
+    clock.log("KV cache sized", note=size.note, cpu_blocks=cache.num_cpu_blocks)
+    if context_length > size.num_blocks * shape.block_size:
+        log.warning(
+            "a sequence of %d tokens does not fit into the KV cache: longer ones than %d end early or are refused",
+            context_length,
+            size.num_blocks * shape.block_size,
+        )
 
     runner = ModelRunner(
         model,
@@ -109,29 +108,49 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
         context_length=context_length,
         device=device,
     )
+    if (record := _recorder(settings, model, device)) is not None:
+        runner.record_decodes(record)
     name = settings.served_model_name or checkpoint_name(settings.model)
-    worker = warm_up(runner, cache, name=name, kv_cache_note=size.note)
+    worker = warm_up(runner, cache, name=name, dtype=dtype, kv_cache_note=size.note)
     clock.log("warmed up", swap_ms_per_block=round(worker.info.swap_ms_per_block, 4))
     return worker
 
 
-def warm_up(runner: ModelRunner, cache: CacheEngine, *, name: str, kv_cache_note: str) -> LoadedWorker:
+def prepare_device(settings: WorkerSettings) -> torch.device:
+    """The device to compute on, with the threads that are to.
+
+    Raises:
+        ModelError: there is none as told.
+    """
+    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("--device is cuda, but torch sees no CUDA device; auto takes the CPU then")
+    if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda")
+    log.info("threads", extra={"count": torch.get_num_threads(), "bound_to_cores": pin_threads()})
+    return torch.device("cpu")
+
+
+def warm_up(
+    runner: ModelRunner, cache: CacheEngine, *, name: str, dtype: torch.dtype, kv_cache_note: str
+) -> LoadedWorker:
     """The worker: has run what a first step would wait for, and measured what moving a block costs.
 
     Args:
         runner: that has done nothing yet.
         cache: the runner's.
         name: of the model.
+        dtype: of its weights.
         kv_cache_note: how the number of blocks came about.
     """
-    _run_prompts(runner, num_rows=1, num_samples=1, tokens_per_row=1)
-    limits, dtype = runner.limits, _name(cache.shape.dtype)
+    run_prompts(runner, [1])
+    limits = runner.limits
     info = GetInfoResponse(
         model=name,
         context_length=limits.context_length,
         vocabulary_size=limits.vocabulary_size,
-        dtype=dtype,
-        kv_dtype=dtype,
+        dtype=dtype_name(dtype),
+        kv_dtype=dtype_name(cache.shape.dtype),
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
         num_cpu_blocks=limits.num_cpu_blocks,
@@ -141,6 +160,11 @@ def warm_up(runner: ModelRunner, cache: CacheEngine, *, name: str, kv_cache_note
         swap_ms_per_block=cache.measure_swap(),
     )
     return LoadedWorker(runner, info)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As flags and GetInfo call it."""
+    return str(dtype).removeprefix("torch.")
 
 
 class _Clock:
@@ -155,68 +179,71 @@ class _Clock:
         self._begun = now
 
 
-def _choose_device(settings: WorkerSettings) -> torch.device:
-    if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ModelError("--device is cuda, but torch sees no CUDA device")
-    return torch.device(settings.device)
-
-
 def _choose_cache_size(
-    settings: WorkerSettings, model: Model, shape: CacheShape, context_length: int, device: torch.device
+    settings: WorkerSettings,
+    model: Model,
+    shape: CacheShape,
+    context_length: int,
+    device: torch.device,
+    directory: Path,
 ) -> CacheSize:
-    told = size_as_told(shape, settings.num_blocks, settings.kv_cache_bytes)
-    if told is not None:
-        return told
-    if device.type == "cpu":
-        return size_on_cpu(shape, context_length, available_memory())
-    total_bytes, peak_bytes = _profile(settings, model, shape, context_length, device)
-    return size_on_gpu(shape, total_bytes, peak_bytes, settings.gpu_memory_utilization)
+    """As told, if there is room for it; otherwise what the device has room for.
+
+    Raises:
+        ModelError: there is no room.
+    """
+    told = (settings.num_gpu_blocks, settings.kv_cache_bytes)
+    try:
+        if device.type == "cpu":
+            room_bytes = available_memory() - largest_logits_bytes(model.config.vocabulary_size)
+            return size_as_told(shape, *told, room_bytes) or size_on_cpu(
+                shape, context_length, weight_bytes(directory), room_bytes
+            )
+        found = profile(
+            model,
+            shape,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            context_length=context_length,
+            device=device,
+            memory=CudaMemory(device),
+            record=_recorder(settings, model, device),
+        )
+        return size_as_told(shape, *told, found.room_bytes) or size_on_gpu(
+            shape, found, settings.gpu_memory_utilization
+        )
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"a step of {settings.max_num_batched_tokens} tokens does not fit into the GPU's memory with the weights: "
+            "lower --max-num-batched-tokens, or end what else uses the GPU"
+        ) from error
+    except ValueError as error:
+        raise ModelError(str(error)) from error
 
 
-def _profile(
-    settings: WorkerSettings, model: Model, shape: CacheShape, context_length: int, device: torch.device
-) -> tuple[int, int]:
-    """Bytes that the GPU has, and that were taken, by all processes, when the largest step had just been run."""
-    tokens_per_row = min(context_length, settings.max_num_batched_tokens)
-    num_blocks = -(-tokens_per_row // shape.block_size)
-    runner = ModelRunner(
-        model,
-        CacheEngine(shape, num_blocks, 0, device),
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        context_length=context_length,
-        device=device,
-    )
-    num_rows = settings.max_num_batched_tokens // tokens_per_row
-    _run_prompts(runner, num_rows, _PROFILED_SAMPLES, tokens_per_row)
-    torch.cuda.synchronize(device)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)  # what torch has put aside for itself counts as taken
-    del runner
-    torch.cuda.empty_cache()
-    return total_bytes, total_bytes - free_bytes - num_blocks * shape.block_bytes
+def _make_cache(
+    settings: WorkerSettings, model: Model, shape: CacheShape, size: CacheSize, device: torch.device
+) -> CacheEngine:
+    """Both pools.
+
+    Raises:
+        ModelError: their memory can not be had.
+    """
+    available_bytes = available_memory() - (size.num_blocks * shape.block_bytes if device.type == "cpu" else 0)
+    try:
+        num_cpu_blocks = count_swap_blocks(shape, settings.swap_bytes, size.num_blocks, available_bytes)
+        return CacheEngine(shape, size.num_blocks, num_cpu_blocks, device, model.operations)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    except (OSError, RuntimeError) as error:  # what mmap raises, and torch for memory of either kind
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise ModelError(
+            f"no memory for a KV cache of {size.note}: {reason}; --kv-cache-bytes makes it smaller, --swap-bytes the "
+            "pool beside it"
+        ) from error
 
 
-def _run_prompts(runner: ModelRunner, num_rows: int, num_samples: int, tokens_per_row: int) -> None:
-    """Runs a step of prompts that all stand in the same first blocks, whose contents do not matter."""
-    limits: StepLimits = runner.limits
-    num_blocks = -(-tokens_per_row // limits.block_size)
-    sampling = Sampling(temperature=1, top_p=1)
-    request = ExecuteModelRequest(
-        new_requests=[NewRequest(request_id=0, sampling=sampling)],
-        request_ids=pack([0] * num_rows),
-        sequence_indexes=pack(range(num_rows)),
-        num_computed_tokens=pack([0] * num_rows),
-        num_new_tokens=pack([tokens_per_row] * num_rows),
-        token_ids=pack([0] * (num_rows * tokens_per_row)),
-        block_table_lengths=pack([num_blocks] * num_rows),
-        block_tables=pack(list(range(num_blocks)) * num_rows),
-        sample_rows=pack([0] * num_samples),
-        sample_sequence_indexes=pack(range(num_samples)),
-    )
-    runner.execute(request)
-    runner.execute(ExecuteModelRequest(finished_request_ids=pack([0])))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _recorder(settings: WorkerSettings, model: Model, device: torch.device) -> CudaRecorder | None:
+    """What records decode steps; None where they are not to be, or can not be, recorded."""
+    if device.type != "cuda" or not settings.cuda_graphs or not model.operations.recordable:
+        return None
+    return CudaRecorder(device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from protos.sampling_pb2 import LogprobColumns
+from worker.transfer import to_device
 
 # Logits of a prompt that are in memory at once: of 170 tokens for a vocabulary of 49,152 (32 MiB).
 _MAX_LOGITS = 2**23
@@ -52,14 +53,33 @@ def token_logprobs(logits: Tensor, normalizers: Tensor, token_ids: Tensor, count
         counts: [num_rows]: how many of the best.
     """
     own = logits.gather(-1, token_ids[:, None])  # [R, 1]
-    values, top_token_ids = logits.topk(max(counts))  # [R, M], best first; as deep as the deepest wants
-    wanted = torch.arange(max(counts), device=logits.device) < torch.tensor(counts, device=logits.device)[:, None]
+    top_token_ids, top_logprobs = most_probable(logits, normalizers, counts)
     return TokenLogprobs(
         logprobs=own.squeeze(-1) - normalizers,
         ranks=(logits > own).sum(-1, dtype=torch.int32) + 1,
-        top_token_ids=top_token_ids[wanted],
-        top_logprobs=(values - normalizers[:, None])[wanted],
+        top_token_ids=top_token_ids,
+        top_logprobs=top_logprobs,
     )
+
+
+def most_probable(logits: Tensor, normalizers: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The best tokens of each row and their log-probabilities, [sum of the counts] int64 and float32, best first.
+
+    Args:
+        logits: [num_rows, vocabulary_size] float32.
+        normalizers: [num_rows] float32, the log of each row's sum of exponentials.
+        counts: [num_rows]: how many of the best.
+    """
+    # One search for all rows, as deep as the deepest wants: its cost hardly depends on the depth.
+    most = max(counts)
+    values, token_ids = logits.topk(most)  # [R, M], best first
+    logprobs = values - normalizers[:, None]
+    if min(counts) == most:
+        return token_ids.flatten(), logprobs.flatten()
+    # By the places of what is wanted, known here; a mask would have to be counted on the device, and waited for.
+    wanted = np.flatnonzero(np.arange(most) < np.array(counts)[:, None])
+    (places,) = to_device(logits.device, wanted)
+    return token_ids.flatten()[places], logprobs.flatten()[places]
 
 
 def prompt_logprobs(

@@ -1,55 +1,35 @@
-"""One step: swap out, swap in, copy, forward, sample; and what has to be remembered between steps.
+"""One step: swap out, swap in, copy, forward, sample, all of it given to the device without waiting for what it does.
 
-That is little: how each live request samples, and the token that each of its sequences sampled last; of a request with
-penalties all its tokens, of one that wants its prompt's log-probabilities the prompt. Everything else arrives with
-every step.
+A token that the step before samples is taken from where that step leaves it on the device. The host waits for a step
+when somebody asks for its answer, and when a penalty is to be put on tokens that it samples.
 """
 
-import time
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, NewRequest, StepTimings
-from worker.adjustments import TokenHistory
+from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse
 from worker.cache_engine import CacheEngine
-from worker.inputs import (
-    LAST_SAMPLED,
-    Integers,
-    MalformedStep,
-    ModelInputs,
-    Step,
-    StepLimits,
-    check_token_ids,
-    make_inputs,
-    read_column,
-    read_step,
-)
+from worker.decode_graphs import MOST_ROWS, DecodeGraphs, Recorder
+from worker.inputs import Integers, ModelInputs, Step, StepLimits, entered_blocks, make_inputs, read_step
+from worker.last_tokens import LastTokens
+from worker.layers.attention import AttentionMetadata
+from worker.live_requests import LiveRequests
 from worker.logprobs import TokenLogprobs, prompt_logprobs
 from worker.models.model import Model
-from worker.sampler import Sample, SampledTokens, SamplingParameters, draw_tokens
+from worker.sampler import Sample, SampledTokens, draw_tokens
+from worker.step_in_flight import Note, StepInFlight, StepMarks, to_host
+from worker.streams import Streams, streams_of
+from worker.transfer import Array
 
-
-@dataclass(slots=True)
-class _Request:
-    """A live request: how it samples, and the last token of each of its sequences, by sequence index.
-
-    Attributes:
-        prompt_token_ids: empty where nothing depends on them.
-        history: set where something depends on the tokens before.
-    """
-
-    parameters: SamplingParameters
-    prompt_token_ids: Integers
-    history: TokenHistory | None
-    last_tokens: dict[int, int] = field(default_factory=dict)
+Column = TypeVar("Column", Array, Tensor)
 
 
 class ModelRunner:
-    """Executes steps, one at a time, on one thread.
+    """Executes steps, one after the other, on one thread.
 
     Args:
         model: with its weights.
@@ -57,6 +37,7 @@ class ModelRunner:
         max_num_batched_tokens: most tokens of a step.
         context_length: most tokens of a sequence.
         device: where the model and the cache are.
+        streams: of the device; None: those that it has.
     """
 
     def __init__(
@@ -67,11 +48,12 @@ class ModelRunner:
         max_num_batched_tokens: int,
         context_length: int,
         device: torch.device,
+        streams: Streams | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._device = device
-        self._requests: dict[int, _Request] = {}
+        self._streams = streams or streams_of(device)
         self.limits = StepLimits(
             vocabulary_size=model.config.vocabulary_size,
             context_length=context_length,
@@ -80,183 +62,176 @@ class ModelRunner:
             num_blocks=cache.num_blocks,
             num_cpu_blocks=cache.num_cpu_blocks,
         )
+        self._last_tokens = LastTokens(device)
+        self._live = LiveRequests(self.limits, self._last_tokens)
+        self._graphs: DecodeGraphs | None = None
+        # The one step in flight, if any, that samples tokens which penalties of the next steps are put on.
+        self._to_be_noted: StepInFlight | None = None
 
     @torch.inference_mode()
+    def record_decodes(self, record: Recorder, most_rows: int = MOST_ROWS) -> None:
+        """Records steps of decodes alone, to be replayed from then on. To be called while no step is in flight.
+
+        Args:
+            record: of the device; the model and its operations have to be recordable there.
+            most_rows: of a step that is recorded.
+        """
+        self._graphs = DecodeGraphs(
+            self._forward,
+            record,
+            most_rows=min(most_rows, self.limits.max_num_batched_tokens),
+            block_size=self.limits.block_size,
+            context_length=self.limits.context_length,
+            device=self._device,
+        )
+
+    def is_usable(self) -> bool:
+        """Whether the device does what it is given; a GPU that has faulted does not, as long as this process lives."""
+        try:
+            self._streams.mark().wait()
+        except RuntimeError:
+            return False
+        return True
+
     def execute(self, request: ExecuteModelRequest) -> ExecuteModelResponse:
-        """Does one step. On a GPU the forward's time shows in `sample_ms`, which waits for it.
+        """Does one step, and waits for it; raises what `launch` does."""
+        return self.launch(request).result()
+
+    @torch.inference_mode()
+    def launch(self, request: ExecuteModelRequest) -> StepInFlight:
+        """Gives the device one step, behind those that it was given before.
 
         Raises:
-            MalformedStep: nothing was computed; new and finished requests may have been noted.
+            MalformedStep: nothing is computed; new and finished requests may have been noted.
         """
-        begun = time.perf_counter()
+        begun = self._streams.mark()
         step = read_step(request, self.limits)
-        self._note_requests(request, step)
-        samples = self._samples(step)
-        prompt_targets = self._prompt_targets(step)
-        self._fill_in_last_tokens(step)
-        inputs = make_inputs(step, self.limits.block_size, self._device)
-        swap_ms = self._swap_blocks(step)
-        self._prepare_blocks(step, inputs)
-        prepared = time.perf_counter()
+        self._live.note(request, step)
+        samples = self._live.samples(step, self._note_samples)
+        targets = self._live.prompt_targets(step)
+        indexes = self._indexes(step, targets)
 
-        hidden = None
-        if len(step.token_ids) > 0:
-            hidden = self._model(inputs.token_ids, inputs.positions, self._cache.layers, inputs.attention)
-        forwarded = time.perf_counter()
+        num_rows, num_tokens = len(step.request_ids), len(step.token_ids)
+        graph_size = self._graphs.size_for(num_rows, num_tokens) if self._graphs is not None else None
 
-        response = ExecuteModelResponse(step_id=request.step_id, epoch=request.epoch)
-        if hidden is not None and samples:
-            self._answer(response, step, draw_tokens(self._logits(hidden, step, inputs), samples))
-        if hidden is not None and prompt_targets:
-            response.prompt_logprobs.CopyFrom(self._prompt_logprobs(hidden, step, prompt_targets).to_columns())
-        times = (begun, prepared, forwarded, time.perf_counter())
-        prepare_ms, forward_ms, sample_ms = (1e3 * (end - start) for start, end in pairwise(times))
-        response.timings.CopyFrom(
-            StepTimings(prepare_ms=prepare_ms, forward_ms=forward_ms, sample_ms=sample_ms, swap_ms=swap_ms)
+        inputs, sent = make_inputs(
+            step, self.limits.block_size, self._device, *indexes, num_padding=(graph_size or num_rows) - num_rows
         )
-        return response
+        there: _Indexes[Tensor] = _Indexes(*sent)
+        if len(indexes.unknown) > 0:
+            inputs.token_ids.index_copy_(0, there.unknown, self._last_tokens.read(there.unknown_places))
+        swap = self._cache.swap(step.blocks_to_swap_out, step.blocks_to_swap_in)
+        self._prepare_blocks(step, there.entered)
+        prepared = self._streams.mark()
 
-    def _note_requests(self, request: ExecuteModelRequest, step: Step) -> None:
-        """Forgets finished requests, then learns of new ones: an id may come back in the same step."""
-        for request_id in step.finished_request_ids.tolist():
-            self._requests.pop(request_id, None)
-        for new in request.new_requests:
-            try:
-                parameters = SamplingParameters.from_message(new.sampling, self.limits.vocabulary_size)
-            except ValueError as error:
-                raise MalformedStep("new_requests.sampling", f"request {new.request_id}: {error}") from error
-            self._requests[new.request_id] = self._read_new(new, parameters)
+        hidden = self._compute(inputs, is_recorded=graph_size is not None)[:num_tokens]
+        forwarded = self._streams.mark()
 
-    def _read_new(self, new: NewRequest, parameters: SamplingParameters) -> _Request:
-        prompt = read_column(new, "prompt_token_ids")
-        if parameters.num_prompt_logprobs is not None or parameters.penalizes:
-            check_token_ids("new_requests.prompt_token_ids", prompt, self.limits)
-            if len(prompt) != parameters.num_prompt_tokens:
-                message = (
-                    f"request {new.request_id}: {len(prompt)} tokens; its prompt has {parameters.num_prompt_tokens}"
-                )
-                raise MalformedStep("new_requests.prompt_token_ids", message)
-        if not parameters.penalizes:
-            return _Request(parameters, prompt, None)
-        history = TokenHistory(prompt)
-        indexes, counts = read_column(new, "output_sequence_indexes"), read_column(new, "output_counts")
-        token_ids = read_column(new, "output_token_ids")
-        if len(indexes) != len(counts) or counts.sum() != len(token_ids) or np.any(counts < 0):
-            raise MalformedStep("new_requests.output_counts", "do not fit the other columns")
-        check_token_ids("new_requests.output_token_ids", token_ids, self.limits)
-        for index, output in zip(indexes.tolist(), np.split(token_ids, np.cumsum(counts)[:-1]), strict=False):
-            history.note(index, len(prompt), output)
-        return _Request(parameters, prompt, history)
+        sampled = to_host(self._sample(hidden, samples, there)) if samples else None
+        prompt = to_host(self._prompt_logprobs(hidden, step, targets, there.told)) if targets else None
+        marks = StepMarks(begun, prepared, forwarded, self._streams.mark(), swap)
+        notes = [
+            Note(index, sample.history, sample.sequence_index, sample.position)
+            for index, sample in enumerate(samples)
+            if sample.history is not None
+        ]
+        in_flight = StepInFlight(request.step_id, request.epoch, marks, sampled, prompt, notes)
+        if notes:
+            self._to_be_noted = in_flight
+        return in_flight
 
-    def _samples(self, step: Step) -> list[Sample]:
-        """What is to be drawn from the logits of each sample row."""
-        columns = (
-            step.request_ids[step.sample_rows],
-            step.sample_sequence_indexes,
-            step.context_lengths[step.sample_rows],
-        )
-        samples = []
-        for request_id, sequence_index, position in zip(*(column.tolist() for column in columns), strict=True):
-            live = self._requests.get(request_id)
-            if live is None:
-                raise MalformedStep("request_ids", f"{request_id} was never among new_requests, or is finished")
-            if live.history is not None and live.history.output(sequence_index, position) is None:
-                name = f"sequence {sequence_index} of request {request_id}"
-                raise MalformedStep(
-                    "new_requests.output_token_ids", f"the output of {name} has a gap before {position}"
-                )
-            samples.append(Sample(live.parameters, sequence_index, position, live.history))
-        return samples
+    def _note_samples(self) -> None:
+        """Waits until what penalties depend on is noted."""
+        if self._to_be_noted is not None:
+            self._to_be_noted.result()
+            self._to_be_noted = None
 
-    def _prompt_targets(self, step: Step) -> list[tuple[Integers, int]]:
-        """Of each row that tells of prompt tokens: which these are, and how many others each comes with."""
-        targets = []
-        for row, start in zip(step.prompt_logprob_rows.tolist(), step.prompt_logprob_starts.tolist(), strict=True):
-            live = self._requests.get(int(step.request_ids[row]))
-            if live is None or live.parameters.num_prompt_logprobs is None:
-                raise MalformedStep("prompt_logprob_rows", f"{row} is of a request that did not ask")
-            told = live.prompt_token_ids[start + 1 : step.context_lengths[row] + 1]
-            if len(told) == 0:
-                raise MalformedStep("prompt_logprob_starts", f"{start} is behind the prompt's last token but one")
-            targets.append((told, live.parameters.num_prompt_logprobs))
-        return targets
+    def _indexes(self, step: Step, targets: Sequence[tuple[Integers, int]]) -> "_Indexes[Array]":
+        """What goes to the device beside the inputs; the last that may find the step malformed."""
+        unknown, unknown_places = self._live.places_to_read(step)
+        kept, kept_places = self._live.places_to_write(step)
+        scored: Array = step.query_starts[step.sample_rows + 1] - 1
+        score_of_sample: Array = scored[:0]
+        if np.any(scored[1:] <= scored[:-1]):
+            scored, score_of_sample = np.unique(scored, return_inverse=True)
+        told = np.concatenate([step.token_ids[:0], *(token_ids for token_ids, _ in targets)])
+        entered: Array = step.token_ids[:0]
+        if self._model.operations.reads_behind_context:
+            entered = entered_blocks(step, self.limits.block_size)
+        columns = (unknown, unknown_places, kept, kept_places, scored, score_of_sample, told, entered)
+        return _Indexes(*(np.asarray(column, dtype=np.int64) for column in columns))
 
-    def _fill_in_last_tokens(self, step: Step) -> None:
-        """Puts the token that a sequence sampled last in place of each `LAST_SAMPLED`."""
-        unknown = np.flatnonzero(step.token_ids == LAST_SAMPLED)
-        rows = np.searchsorted(step.query_starts, unknown, side="right") - 1
-        for index, row in zip(unknown.tolist(), rows.tolist(), strict=True):
-            request_id, sequence_index = int(step.request_ids[row]), int(step.sequence_indexes[row])
-            live = self._requests.get(request_id)
-            token_id = live.last_tokens.get(sequence_index) if live is not None else None
-            if token_id is None:
-                name = f"sequence {sequence_index} of request {request_id}"
-                raise MalformedStep("token_ids", f"{LAST_SAMPLED} stands for {name}, which has sampled nothing")
-            step.token_ids[index] = token_id
-
-    def _swap_blocks(self, step: Step) -> float:
-        """Swaps blocks out, then in, each direction at once; gives the milliseconds that took."""
-        if len(step.blocks_to_swap_out) == len(step.blocks_to_swap_in) == 0:
-            return 0.0
-        begun = self._cache.finished_at()
-        if len(step.blocks_to_swap_out) > 0:
-            self._cache.swap_out(_tensor(step.blocks_to_swap_out))
-        if len(step.blocks_to_swap_in) > 0:
-            self._cache.swap_in(_tensor(step.blocks_to_swap_in))
-        return 1e3 * (self._cache.finished_at() - begun)
-
-    def _prepare_blocks(self, step: Step, inputs: ModelInputs) -> None:
+    def _prepare_blocks(self, step: Step, entered: Tensor) -> None:
         """Copies what is about to be written and shared no longer, and zeroes what a sequence enters."""
+        self._cache.wait_for_swaps(step.block_tables, step.blocks_to_copy)
         if len(step.blocks_to_copy) > 0:
-            self._cache.copy(_tensor(step.blocks_to_copy))
-        if len(inputs.entered_blocks) > 0:
-            self._cache.clear(inputs.entered_blocks)
+            self._cache.copy(step.blocks_to_copy)
+        if len(entered) > 0:
+            # The attention reads whole blocks and masks what stands behind the context, and a NaN that the block's
+            # last owner left there would get through the mask, since 0 * NaN is NaN.
+            self._cache.clear(entered)
 
-    def _logits(self, hidden: Tensor, step: Step, inputs: ModelInputs) -> Tensor:
-        """[num_samples, vocabulary_size]; the head runs once for each row, however many samples share it."""
-        rows, of_sample = np.unique(step.sample_rows, return_inverse=True)
-        logits = self._model.head(hidden[inputs.last_tokens[torch.from_numpy(rows).to(self._device)]])
-        if np.array_equal(rows, step.sample_rows):
-            return logits
-        return logits[torch.from_numpy(of_sample).to(self._device)]
+    def _compute(self, inputs: ModelInputs, *, is_recorded: bool) -> Tensor:
+        """Hidden states, [num_tokens, hidden_size], of all tokens in `inputs`."""
+        if is_recorded:
+            assert self._graphs is not None
+            return self._graphs(inputs)
+        if len(inputs.token_ids) == 0:
+            return torch.empty(0)
+        return self._forward(inputs.token_ids, inputs.positions, inputs.attention)
 
-    def _prompt_logprobs(self, hidden: Tensor, step: Step, targets: list[tuple[Integers, int]]) -> TokenLogprobs:
+    def _forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
+        return self._model(token_ids, positions, self._cache.layers, attention)
+
+    def _sample(self, hidden: Tensor, samples: Sequence[Sample], there: "_Indexes[Tensor]") -> SampledTokens:
+        """Draws a token for each sample, and keeps it for the next step."""
+        # Where every row is sampled once, there is nothing to pick out.
+        scores = self._model.head(hidden if len(there.scored) == len(hidden) else hidden[there.scored])
+        logits = scores if len(there.score_of_sample) == 0 else scores[there.score_of_sample]
+        sampled = draw_tokens(logits, samples, self._model.operations.sample_tokens)
+        if len(there.kept) > 0:
+            token_ids = sampled.token_ids
+            # A failed sample leaves a token behind too: the next step may be on its way already and ask for it.
+            self._last_tokens.write(
+                there.kept_places, token_ids if len(there.kept) == len(samples) else token_ids[there.kept]
+            )
+        return sampled
+
+    def _prompt_logprobs(
+        self, hidden: Tensor, step: Step, targets: Sequence[tuple[Integers, int]], told: Tensor
+    ) -> TokenLogprobs:
         firsts = step.prompt_logprob_starts - step.num_computed_tokens[step.prompt_logprob_rows]
         firsts += step.query_starts[step.prompt_logprob_rows]
         # Slices, or a copy where there are several: of hidden states, which are small beside logits.
-        states = [hidden[first : first + len(told)] for first, (told, _) in zip(firsts.tolist(), targets, strict=True)]
+        states = [hidden[first : first + len(ids)] for first, (ids, _) in zip(firsts.tolist(), targets, strict=True)]
         return prompt_logprobs(
             self._model.head,
             self.limits.vocabulary_size,
             states[0] if len(states) == 1 else torch.cat(states),
-            torch.from_numpy(np.concatenate([told for told, _ in targets]).astype(np.int64)).to(self._device),
-            [count for told, count in targets for _ in range(len(told))],
+            told,
+            [count for ids, count in targets for _ in range(len(ids))],
         )
 
-    def _answer(self, response: ExecuteModelResponse, step: Step, sampled: SampledTokens) -> None:
-        token_ids = sampled.token_ids.cpu().numpy()
-        request_ids = step.request_ids[step.sample_rows]
-        # A failed sample leaves a token behind too: the next step may be on its way already and ask for it. Candidates
-        # leave none: which of them goes on, and as which sequence, only the scheduler knows.
-        columns = (request_ids, step.sample_sequence_indexes, token_ids)
-        for sample, (request_id, sequence_index, token_id) in enumerate(
-            zip(*(column.tolist() for column in columns), strict=True)
-        ):
-            live = self._requests[request_id]
-            if live.parameters.num_candidates == 0:
-                live.last_tokens[sequence_index] = token_id
-            if live.history is not None:
-                live.history.note(sequence_index, int(step.context_lengths[step.sample_rows[sample]]), token_id)
-        response.token_ids = token_ids.astype(np.int32).tobytes()
-        response.logprobs = sampled.logprobs.cpu().numpy().tobytes()
-        response.failed_samples = np.flatnonzero(sampled.failed.cpu().numpy()).astype(np.int32).tobytes()
-        if sampled.candidates is not None:
-            candidate_ids = sampled.candidates.token_ids.cpu().numpy()
-            response.candidate_token_ids = candidate_ids.astype(np.int32).tobytes()
-            response.candidate_logprobs = sampled.candidates.logprobs.cpu().numpy().tobytes()
-        if sampled.top_logprobs is not None:
-            response.top_logprobs.CopyFrom(sampled.top_logprobs.to_columns())
 
+class _Indexes(NamedTuple, Generic[Column]):
+    """What a step needs on the device beside its inputs, int64.
 
-def _tensor(pairs: Integers) -> Tensor:
-    return torch.from_numpy(pairs.astype(np.int64))
+    Attributes:
+        unknown: the tokens of the step that are to be filled in, by index.
+        unknown_places: where each of them stands among the last tokens.
+        kept: the samples whose tokens are kept, by index.
+        kept_places: where each is to stand among the last tokens.
+        scored: the tokens of the step whose hidden states the head scores, ascending.
+        score_of_sample: of each sample, which of those scores are its logits; empty: each has its own, in order.
+        told: prompt tokens whose log-probabilities are asked for.
+        entered: blocks to be zeroed.
+    """
+
+    unknown: Column
+    unknown_places: Column
+    kept: Column
+    kept_places: Column
+    scored: Column
+    score_of_sample: Column
+    told: Column
+    entered: Column

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import sys
 
 from protos.process import run, start_logging
 from protos.rpc import Server, Service
@@ -17,7 +18,7 @@ log = logging.getLogger("worker")
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
-    """Serves until `stop` is set, or the model turns out not to load; gives the process's exit status."""
+    """Serves until `stop` is set, the model turns out not to load, or the device fails; gives the exit status."""
     service = WorkerService()
     name = DESCRIPTOR.services_by_name["WorkerService"].full_name
     server = Server([Service(name, add_WorkerServiceServicer_to_server, service)])
@@ -38,7 +39,11 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
             return 1
         await server.set_serving(True)
         log.info("serving")
-        await stopped
+        lost = asyncio.ensure_future(service.device_lost.wait())
+        await asyncio.wait((stopped, lost), return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            log.error("the device has failed, and can not be used again by this process")
+            return 1
     log.info("stopping")
     await server.stop(settings.drain_grace_s)
     return 0
@@ -47,7 +52,13 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
 def main() -> None:
     """Parses the command line and serves."""
     settings = WorkerSettings.parse("worker")
+    if settings.selftest and "log_level" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"log_level": "error"})  # what a log says stands in the report
     start_logging("worker", settings)
+    if settings.selftest:
+        from worker.selftest import run_selftest
+
+        sys.exit(run_selftest(settings))
     status = 0
 
     async def until(stop: asyncio.Event) -> None:

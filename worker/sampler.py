@@ -3,35 +3,42 @@
 A row's logits go through these, in the order of transformers and vLLM:
 
     logit_bias, repetition penalty, presence and frequency penalties     `worker.adjustments`
-    min_tokens: stop tokens that come too early are forbidden
-    temperature, top-k, top-p, min-p, typical-p, and the draw            `worker.draws`; greedy is the argmax
+    min_tokens: stop tokens that come too early are forbidden            `worker.adjustments`
+    temperature, top-k, top-p, min-p, typical-p, and the draw            `sample_tokens` of the model's operations
 
 Log-probabilities are under the model's own distribution, before all of these. For a request that asks for candidates
 nothing is drawn: `worker.candidates` finds them, and its token is the best one. Stop strings, stop tokens and lengths
 are the scheduler's and the router's.
+
+Nothing here waits for the device: what the host knows goes there by `worker.transfer`, what comes out stays there, and
+whether a row fails is decided there. Two things outside wait: the torch twin of `sample_tokens`, on a GPU without
+Triton; and whoever brings the sampled tokens back, for which a penalty makes the next step wait, since a `TokenHistory`
+is the host's.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from worker.adjustments import TokenIds, add_biases, penalize_occurrences, penalize_repetition
+from kernels import reference
+from kernels.choice import SampleTokens
+from worker.adjustments import TokenIds, add_biases, forbid, penalize_occurrences, penalize_repetition
 from worker.candidates import Candidates, best_candidates
-from worker.draws import Draws, draw, draw_filtered, draw_typical
 from worker.logprobs import TokenLogprobs, token_logprobs
 from worker.sampling_parameters import Sample, SamplingParameters
+from worker.transfer import Array, to_device
 
 __all__ = ["Sample", "SampledTokens", "SamplingParameters", "draw_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What was drawn, one entry per sample; for a sample that wants candidates its token is the best of them.
+    """What was drawn, one entry per sample, on the logits' device.
 
     Attributes:
-        token_ids: [num_samples] int64; meaningless where `failed`.
+        token_ids: [num_samples] int64; for a sample that wants candidates the best of them; where `failed` some token.
         logprobs: [num_samples] float32, under the model's own distribution, before all that changes it.
         failed: [num_samples] bool: the logits gave no distribution, since one of them was NaN or infinite.
         candidates: of the samples that want some; None when none does. Meaningless where `failed`.
@@ -45,34 +52,44 @@ class SampledTokens:
     top_logprobs: TokenLogprobs | None
 
 
-def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> SampledTokens:
+def draw_tokens(
+    logits: Tensor, samples: Sequence[Sample], sample_tokens: SampleTokens = reference.sample_tokens
+) -> SampledTokens:
     """One token for each sample.
 
     Args:
         logits: [num_samples, vocabulary_size] float32; overwritten where they are adjusted or forbidden.
         samples: what each row of them is for.
+        sample_tokens: the operation that draws, chosen with the others when the model was built.
     """
     normalizers = logits.logsumexp(-1)
     kept = [row for row, s in enumerate(samples) if s.parameters.num_top_logprobs is not None or s.parameters.adjusts]
-    originals = logits[kept] if kept else logits[:0]
     if kept:
+        kept_rows = _rows(logits, kept)
+        originals = logits[kept_rows]
         _adjust(logits, [row for row in kept if samples[row].parameters.adjusts], samples)
     _forbid_early_stops(logits, samples)
-    token_ids = logits.argmax(-1)  # of the drawn rows too: picking the greedy ones out would cost as much
-    _draw(token_ids, logits, normalizers, samples)
+    token_ids = _draw(logits, samples, sample_tokens)
     candidates = None
     if searched := [row for row, sample in enumerate(samples) if sample.parameters.num_candidates > 0]:
+        searched_rows = _rows(logits, searched)
         counts = [samples[row].parameters.num_candidates for row in searched]
-        candidates = best_candidates(logits[searched], normalizers[searched], counts)
-        token_ids[searched] = candidates.best
+        candidates = best_candidates(logits[searched_rows], normalizers[searched_rows], counts)
+        token_ids[searched_rows] = candidates.best
     logprobs = logits.gather(-1, token_ids[:, None]).squeeze(-1) - normalizers
     # Not finite either where min_tokens forbade every token, and -inf was the best logit.
     failed = ~logprobs.isfinite()
     top_logprobs = None
     if kept:
-        logprobs[kept] = originals.gather(-1, token_ids[kept][:, None]).squeeze(-1) - normalizers[kept]
-        top_logprobs = _top_logprobs(originals, normalizers[kept], token_ids[kept], [samples[row] for row in kept])
+        of_kept = (originals, normalizers[kept_rows], token_ids[kept_rows])
+        logprobs[kept_rows] = originals.gather(-1, of_kept[2][:, None]).squeeze(-1) - of_kept[1]
+        top_logprobs = _top_logprobs(*of_kept, [samples[row] for row in kept])
     return SampledTokens(token_ids, logprobs, failed, candidates, top_logprobs)
+
+
+def _rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """The numbers of rows, where the logits are."""
+    return to_device(logits.device, np.array(rows, dtype=np.int64))[0]
 
 
 def _adjust(logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> None:
@@ -101,29 +118,36 @@ def _seen(sample: Sample) -> tuple[TokenIds, TokenIds]:
 
 
 def _forbid_early_stops(logits: Tensor, samples: Sequence[Sample]) -> None:
-    for row, sample in enumerate(samples):
-        p = sample.parameters
-        if sample.position - p.num_prompt_tokens < p.min_tokens:
-            logits[row, list(p.stop_token_ids)] = -torch.inf
+    early = [
+        (row, p.stop_token_ids)
+        for row, sample in enumerate(samples)
+        if (p := sample.parameters).stop_token_ids and sample.position - p.num_prompt_tokens < p.min_tokens
+    ]
+    if early:
+        forbid(logits, [row for row, _ in early], [token_ids for _, token_ids in early])
 
 
-def _draw(token_ids: Tensor, logits: Tensor, normalizers: Tensor, samples: Sequence[Sample]) -> None:
-    """Puts drawn tokens in place of the best ones, where a request wants that and there is a distribution."""
-    finite = normalizers.isfinite().tolist()
-    plain: list[int] = []
-    filtered: list[int] = []
-    typical: list[int] = []
-    for row, sample in enumerate(samples):
-        p = sample.parameters
-        if p.draws and finite[row]:
-            (typical if p.typical_p < 1 else filtered if p.filters else plain).append(row)
-    if plain:
-        token_ids[plain] = draw(Draws.of(logits[plain], [samples[row] for row in plain]))
-    if filtered:
-        token_ids[filtered] = draw_filtered(Draws.of(logits[filtered], [samples[row] for row in filtered]))
-    if typical:
-        draws = Draws.of(logits[typical], [samples[row] for row in typical])
-        token_ids[typical] = draw_typical(draws, [samples[row].parameters.typical_p for row in typical])
+def _draw(logits: Tensor, samples: Sequence[Sample], sample_tokens: SampleTokens) -> Tensor:
+    """Drawn tokens, or the best ones where a request wants those; [num_samples] int64."""
+    of = [sample.parameters for sample in samples]
+    if not any(p.draws for p in of):
+        return logits.argmax(-1)
+    size = logits.shape[1]
+    columns: list[Array] = [
+        np.array([p.temperature if p.draws else 0 for p in of], dtype=np.float32),
+        np.array([p.seed for p in of], dtype=np.uint64).view(np.int64),
+        np.array([sample.position for sample in samples], dtype=np.int64),
+        np.array([sample.sequence_index for sample in samples], dtype=np.int64),
+    ]
+    if any(p.filters and p.draws for p in of):
+        columns += [
+            np.array([min(p.top_k or size, size) for p in of], dtype=np.int64),
+            np.array([p.top_p for p in of], dtype=np.float32),
+            np.array([p.min_p for p in of], dtype=np.float32),
+            np.array([p.typical_p for p in of], dtype=np.float32),
+        ]
+    temperatures, seeds, positions, indexes, *filters = to_device(logits.device, *columns)
+    return sample_tokens(logits, temperatures, seeds, positions, indexes, tuple(filters) or None)
 
 
 def _top_logprobs(
@@ -135,5 +159,6 @@ def _top_logprobs(
         return None
     counts = [samples[row].parameters.num_top_logprobs or 0 for row in asking]
     if len(asking) < len(samples):
-        originals, normalizers, token_ids = originals[asking], normalizers[asking], token_ids[asking]
+        rows = _rows(originals, asking)
+        originals, normalizers, token_ids = originals[rows], normalizers[rows], token_ids[rows]
     return token_logprobs(originals, normalizers, token_ids, counts)

@@ -75,8 +75,8 @@ class SamplingParameters:
 
     @property
     def filters(self) -> bool:
-        """Whether any token but the most probable ones is cut before the draw."""
-        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+        """Whether any tokens are cut before the draw."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
 
     @property
     def penalizes_occurrences(self) -> bool:

@@ -1,15 +1,18 @@
 """The gRPC front of the worker: epoch, order, errors. It computes nothing itself.
 
-Steps run on one thread of their own, in the order in which they were read, so the event loop that answers health checks
-never waits for one.
+Steps are given to the device by one thread, in the order in which they were read, so the event loop that answers health
+checks never waits for one. Another thread waits for those that the device is still at, so that the next one is there
+before the device runs dry; a CPU has done a step when it has been given it.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -18,6 +21,8 @@ from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfo
 from protos.worker_pb2_grpc import WorkerServiceServicer
 from worker.inputs import MalformedStep
 from worker.loading import LoadedWorker
+from worker.model_runner import ModelRunner
+from worker.step_in_flight import StepInFlight
 
 log = logging.getLogger(__name__)
 
@@ -29,17 +34,40 @@ class _Call:
     broken: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A step on its way through the threads.
+
+    Attributes:
+        call: that it arrived on.
+        answer: to be given by one of the threads.
+        loop: that everything else runs on.
+    """
+
+    runner: ModelRunner
+    request: ExecuteModelRequest
+    call: _Call
+    answer: "Future[ExecuteModelResponse]"
+    loop: asyncio.AbstractEventLoop
+
+
 class WorkerService(WorkerServiceServicer):
-    """Answers UNAVAILABLE until `load` is done."""
+    """Answers UNAVAILABLE until `load` is done.
+
+    Attributes:
+        device_lost: set when the device has failed for good, which the process has to end for.
+    """
 
     def __init__(self) -> None:
+        self.device_lost = asyncio.Event()
         self._epoch = secrets.randbits(63)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+        self._steps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+        self._results = ThreadPoolExecutor(max_workers=1, thread_name_prefix="result")
         self._loaded: LoadedWorker | None = None
 
     async def load(self, load: Callable[[], LoadedWorker]) -> None:
         """Runs `load` on the thread of the steps, whose OpenMP team is then the one that they will use."""
-        self._loaded = await asyncio.get_running_loop().run_in_executor(self._thread, load)
+        self._loaded = await asyncio.get_running_loop().run_in_executor(self._steps, load)
 
     async def GetInfo(self, request: GetInfoRequest, context: grpc.aio.ServicerContext) -> GetInfoResponse:
         """What was loaded, under this life's epoch."""
@@ -54,7 +82,7 @@ class WorkerService(WorkerServiceServicer):
         return await self._submit(request, _Call())
 
     async def Execute(self, requests: AsyncIterator[ExecuteModelRequest], context: grpc.aio.ServicerContext) -> None:
-        """Steps in order. While one runs the next is read and waits at the thread's door; a third stays with gRPC."""
+        """Steps in order. While one runs the next is read and given to the thread; a third stays with gRPC."""
         call = _Call()
         requests = aiter(requests)
         following = asyncio.ensure_future(self._next_step(requests, call))
@@ -65,8 +93,7 @@ class WorkerService(WorkerServiceServicer):
         finally:
             call.broken = True
             following.cancel()
-            # A next request that was refused while this one failed is nobody's news; asyncio would report it as lost.
-            following.add_done_callback(lambda task: task.cancelled() or task.exception())
+            following.add_done_callback(_disregard)
 
     async def _next_step(
         self, requests: AsyncIterator[ExecuteModelRequest], call: _Call
@@ -83,7 +110,45 @@ class WorkerService(WorkerServiceServicer):
                 "WRONG_EPOCH",
                 f"step {request.step_id} is for epoch {request.epoch}, and this worker's is {self._epoch}",
             )
-        return asyncio.get_running_loop().run_in_executor(self._thread, _execute, worker, request, call)
+        job = _Job(worker.runner, request, call, Future(), asyncio.get_running_loop())
+        self._steps.submit(self._launch, job)
+        return asyncio.wrap_future(job.answer)
+
+    def _launch(self, job: _Job) -> None:
+        """On the thread of the steps."""
+        if not job.answer.set_running_or_notify_cancel():
+            return
+        with self._failures_of(job):
+            if job.call.broken:
+                job.answer.set_result(ExecuteModelResponse())  # nobody reads it
+                return
+            step = job.runner.launch(job.request)
+            if step.is_finished:
+                job.answer.set_result(step.result())
+            else:
+                self._results.submit(self._wait, job, step)
+
+    def _wait(self, job: _Job, step: StepInFlight) -> None:
+        """On the thread of the results."""
+        with self._failures_of(job):
+            job.answer.set_result(ExecuteModelResponse() if job.call.broken else step.result())
+
+    @contextlib.contextmanager
+    def _failures_of(self, job: _Job) -> Iterator[None]:
+        """Answers with what is raised inside, after which no further step of the call runs."""
+        try:
+            yield
+        except MalformedStep as error:
+            job.call.broken = True
+            job.answer.set_exception(invalid_argument([Violation(error.field, error.description)]))
+        except Exception as error:
+            job.call.broken = True
+            step_id = job.request.step_id
+            log.exception("step failed", extra={"step_id": step_id})
+            if not job.runner.is_usable():
+                job.loop.call_soon_threadsafe(self.device_lost.set)
+            message = f"step {step_id} failed with {type(error).__name__}; the worker's log says why"
+            job.answer.set_exception(Refusal(grpc.StatusCode.INTERNAL, "STEP_FAILED", message))
 
     def _require_loaded(self) -> LoadedWorker:
         if self._loaded is None:
@@ -91,17 +156,7 @@ class WorkerService(WorkerServiceServicer):
         return self._loaded
 
 
-def _execute(worker: LoadedWorker, request: ExecuteModelRequest, call: _Call) -> ExecuteModelResponse:
-    """Runs on the thread of the steps."""
-    if call.broken:
-        return ExecuteModelResponse()  # nobody reads it
-    try:
-        return worker.runner.execute(request)
-    except MalformedStep as error:
-        call.broken = True
-        raise invalid_argument([Violation(error.field, error.description)]) from error
-    except Exception as error:
-        call.broken = True
-        log.exception("step failed", extra={"step_id": request.step_id})
-        message = f"step {request.step_id} failed with {type(error).__name__}; the worker's log says why"
-        raise Refusal(grpc.StatusCode.INTERNAL, "STEP_FAILED", message) from error
+def _disregard(outcome: "asyncio.Future[Any]") -> None:
+    """What comes of a next step when the one before it has failed is nobody's news; asyncio would report it as lost."""
+    if not outcome.cancelled() and outcome.exception() is None and isinstance(outcome.result(), asyncio.Future):
+        outcome.result().add_done_callback(_disregard)

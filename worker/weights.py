@@ -1,7 +1,7 @@
 """Copies a checkpoint's tensors straight into a model's: safetensors only, in one file or in shards, never pickle."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -11,6 +11,10 @@ from worker.checkpoint import ModelError
 
 _INDEX = "model.safetensors.index.json"
 
+# A file is mapped while it is open, and what was read of it counts as this process's memory until it is closed: it is
+# opened anew after so many bytes.
+_BYTES_AT_ONCE = 64 << 20
+
 
 def load_weights(
     directory: Path,
@@ -18,7 +22,8 @@ def load_weights(
     leaves_out: Callable[[str], bool],
     one_name: Callable[[str], str] = str,
 ) -> None:
-    """Fills every tensor of `tensors`, converting to its dtype on the way; one tensor is in memory twice at a time.
+    """Fills every tensor of `tensors`, converting to its dtype on the way; at most 64 MiB, or one tensor if that is
+    larger, are in memory twice at a time.
 
     Args:
         directory: of the checkpoint.
@@ -32,22 +37,46 @@ def load_weights(
     missing = dict(tensors)
     unexpected = []
     for path in _weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for stored_name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                    name = one_name(stored_name)
-                    if leaves_out(name):
-                        continue
-                    if name not in missing:
-                        unexpected.append(stored_name)
-                        continue
-                    _fill(missing.pop(name), file.get_tensor(stored_name), stored_name)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path} can not be read: {error}") from error
+        for stored_name, tensor in _read(path):
+            name = one_name(stored_name)
+            if leaves_out(name):
+                continue
+            if name not in missing:
+                unexpected.append(stored_name)
+                continue
+            _fill(missing.pop(name), tensor, stored_name)
     if missing:
         raise ModelError(f"{directory} lacks {_list(missing)}")
     if unexpected:
         raise ModelError(f"{directory} holds {_list(unexpected)}, which this architecture has no place for")
+
+
+def weight_bytes(directory: Path) -> int:
+    """The size of a checkpoint's weights.
+
+    Raises:
+        ModelError: there are none.
+    """
+    return sum(path.stat().st_size for path in _weight_files(directory))
+
+
+def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, as it maps them: each is read when it is looked at."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = iter(list(file.keys()))
+        name = next(names, None)
+        while name is not None:
+            num_bytes = 0
+            with safe_open(path, framework="pt") as file:
+                while name is not None and num_bytes < _BYTES_AT_ONCE:
+                    tensor = file.get_tensor(name)
+                    num_bytes += tensor.nbytes
+                    yield name, tensor
+                    del tensor  # or it would keep the mapping
+                    name = next(names, None)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} can not be read: {error}") from error
 
 
 def _fill(target: Tensor, source: Tensor, name: str) -> None:

@@ -44,43 +44,40 @@ struct Job {
 };
 
 // Does the item; `next` is what this thread does after it, if anything.
-template <class Element>
-void attend(const Job& job, const Item& item, const Item* next, Scratch<Element>& scratch) {
+template <class Product>
+void attend(const Job& job, const Item& item, const Item* next, Scratch<Product>& scratch) {
     const Attention& a = job.a;
     const RowPlan& plan = job.rows[item.row];
     const int num_tile_rows = item.num_queries * a.group_size();
-    load_queries<Element>(a, item, scratch.q);
+    load_queries<typename Product::Left>(a, item, scratch.q);
     const auto follow = [&](int split) {
-        if (split < item.end_split) return list_first_blocks<Element>(a, item, split, scratch.following);
-        return next != nullptr ? list_first_blocks<Element>(a, *next, next->first_split, scratch.following) : 0;
+        if (split < item.end_split) return list_first_blocks<Product>(a, item, split, scratch.following);
+        return next != nullptr ? list_first_blocks<Product>(a, *next, next->first_split, scratch.following) : 0;
     };
 
     if (!plan.split) {
-        clear(scratch.all, num_tile_rows, a.head_dim);
-        for (int split = item.first_split; split < item.end_split; ++split) {
-            attend_split(a, item, split, follow(split + 1), scratch);
+        attend_split(a, item, item.first_split, follow(item.first_split + 1), scratch, scratch.all);
+        for (int split = item.first_split + 1; split < item.end_split; ++split) {
+            attend_split(a, item, split, follow(split + 1), scratch, scratch.part);
             merge(scratch.all, scratch.part, num_tile_rows, a.head_dim);
         }
-        return store_output<Element>(a, item, scratch.all);
+        return store_output(a, item, scratch.all);
     }
 
     const int num_tiles = a.num_tiles(item.row), num_splits = a.num_splits(item.row);
     const int64_t tile = (int64_t)item.head * num_tiles + item.tile;
     const int64_t size = part_size(a, least(a.tile_queries(), a.num_queries(item.row)));
     float* partials = job.partials + plan.first_partial + tile * num_splits * size;
-    if (item.first_split < item.end_split) {
-        const Part own = scratch.part;
-        scratch.part = part_at(partials + item.first_split * size, num_tile_rows);
-        attend_split(a, item, item.first_split, follow(item.end_split), scratch);
-        scratch.part = own;
-    } else {
-        clear(part_at(partials + item.first_split * size, num_tile_rows), num_tile_rows, a.head_dim);
-    }
+    const Part own = part_at(partials + item.first_split * size, num_tile_rows);
+    if (item.first_split < item.end_split)
+        attend_split(a, item, item.first_split, follow(item.end_split), scratch, own);
+    else
+        clear(own, num_tile_rows, a.head_dim);
     if (__atomic_sub_fetch(job.splits_left + plan.first_tile + tile, 1, __ATOMIC_ACQ_REL) > 0) return;
-    clear(scratch.all, num_tile_rows, a.head_dim);
-    for (int split = 0; split < num_splits; ++split)
-        merge(scratch.all, part_at(partials + split * size, num_tile_rows), num_tile_rows, a.head_dim);
-    store_output<Element>(a, item, scratch.all);
+    const Part all = part_at(partials, num_tile_rows);
+    for (int split = 1; split < num_splits; ++split)
+        merge(all, part_at(partials + split * size, num_tile_rows), num_tile_rows, a.head_dim);
+    store_output(a, item, all);
 }
 
 // Item number `number`, whose row is `row` or a later one.
@@ -108,30 +105,40 @@ Item find_item(const Job& job, int64_t number, int row) {
     return item;
 }
 
-template <class Element>
+// Takes the memory of `scratch`, which is to be freed; null if there is none.
+template <class Product>
+void* prepare(const Attention& a, Scratch<Product>& scratch) {
+    using Left = typename Product::Left;
+    const int num_tile_rows = a.tile_queries() * a.group_size();
+    const int num_left_rows = round_up(num_tile_rows, Product::kRowStep);
+    scratch.stride = round_up(a.split_tokens(), kWidth);
+    const bool in_place = Left::kDtype == kFloat32;  // probabilities may stand where the scores do
+    const auto whole_lines = [](size_t bytes) { return (bytes + 63) / 64 * 64; };
+    const size_t score_bytes = whole_lines(sizeof(float) * num_left_rows * scratch.stride);
+    const size_t p_bytes = in_place ? 0 : whole_lines(sizeof(*scratch.p) * num_left_rows * scratch.stride);
+    const size_t q_bytes = whole_lines(sizeof(*scratch.q) * num_left_rows * a.head_dim);
+    const size_t part_bytes = whole_lines(sizeof(float) * part_size(a, a.tile_queries()));
+    char* memory = static_cast<char*>(aligned_alloc(64, score_bytes + p_bytes + q_bytes + 2 * part_bytes));
+    if (memory == nullptr) return nullptr;
+    scratch.scores = reinterpret_cast<float*>(memory);
+    scratch.p = reinterpret_cast<typename Left::Value*>(in_place ? memory : memory + score_bytes);
+    scratch.q = reinterpret_cast<typename Left::Value*>(memory + score_bytes + p_bytes);
+    char* parts = memory + score_bytes + p_bytes + q_bytes;
+    scratch.all = part_at(reinterpret_cast<float*>(parts), num_tile_rows);
+    scratch.part = part_at(reinterpret_cast<float*>(parts + part_bytes), num_tile_rows);
+    return memory;
+}
+
+template <class Product>
 void attend_items(void* data) {
     Job& job = *static_cast<Job*>(data);
-    const Attention& a = job.a;
-    const int num_tile_rows = a.tile_queries() * a.group_size();
-    const int64_t part_floats = part_size(a, a.tile_queries());
-    Scratch<Element> scratch;
-    scratch.stride = round_up(a.split_tokens(), kWidth);
-
-    const int64_t units = (int64_t)num_tile_rows * a.head_dim / Element::kPerUnit;
-    const int64_t num_scores = (int64_t)num_tile_rows * scratch.stride;
-    float* memory = static_cast<float*>(
-        aligned_alloc(64, (size_t)(units + 2 * num_scores + 2 * part_floats + 16) * sizeof(float) / 64 * 64)
-    );
+    Scratch<Product> scratch;
+    void* memory = prepare(job.a, scratch);
     if (memory == nullptr) {
         __atomic_store_n(&job.out_of_memory, true, __ATOMIC_RELAXED);
         return;
     }
-    scratch.scores = memory;
-    scratch.q = reinterpret_cast<uint32_t*>(memory + num_scores);
-    scratch.p = reinterpret_cast<typename Element::Value*>(memory + num_scores + units);
-    scratch.all = part_at(memory + 2 * num_scores + units, num_tile_rows);
-    scratch.part = part_at(memory + 2 * num_scores + units + part_floats, num_tile_rows);
-
+    scratch.product.begin(job.a.block_size);
     Item item, next;
     int64_t number = job.items.take(1);
     if (number < job.items.count) next = find_item(job, number, 0);
@@ -140,8 +147,9 @@ void attend_items(void* data) {
         number = job.items.take(1);
         const bool more = number < job.items.count;
         if (more) next = find_item(job, number, item.row);
-        attend<Element>(job, item, more ? &next : nullptr, scratch);
+        attend<Product>(job, item, more ? &next : nullptr, scratch);
     }
+    scratch.product.end();
     free(memory);
 }
 
@@ -159,9 +167,9 @@ int find_misfit(const Attention& a, int64_t num_tokens) {
     return a.query_starts[0] == 0 && a.query_starts[a.num_rows] == num_tokens ? -1 : a.num_rows;
 }
 
+// Shares the work out to threads, each of which calls `attend_some` on the job.
 // Gives -1, or the number of a row that does not fit (num_rows: query_starts as a whole), or -2 without memory.
-template <class Element>
-int paged_attention(const Attention& a, int64_t num_tokens, const Threads& threads) {
+int attend_rows(const Attention& a, int64_t num_tokens, const Threads& threads, void (*attend_some)(void*)) {
     const int misfit = find_misfit(a, num_tokens);
     if (misfit >= 0 || a.num_rows == 0) return misfit;
     Job job = {a, static_cast<RowPlan*>(malloc(sizeof(RowPlan) * (a.num_rows + 1))), nullptr, nullptr, {0, 0}, false};
@@ -199,10 +207,26 @@ int paged_attention(const Attention& a, int64_t num_tokens, const Threads& threa
     }
 
     const bool worthwhile = job.items.count > 1 && cost * a.head_dim > 1 << 14;
-    run_on(threads, worthwhile, attend_items<Element>, &job);
+    run_on(threads, worthwhile, attend_some, &job);
     free(job.partials);
     free(job.rows);
     return job.out_of_memory ? -2 : -1;
+}
+
+// Where q and the cache are of one dtype they meet in it, else in float32, as kernels/reference.py says.
+int paged_attention(const Attention& a, int64_t num_tokens, const Threads& threads) {
+    const bool both_bfloat16 = a.dtype == kBfloat16 && a.cache_dtype == kBfloat16;
+    void (*attend_some)(void*) = attend_items<InFloat32<Float32>>;
+    if (a.cache_dtype == kFloat16) attend_some = attend_items<InFloat32<Float16>>;
+    if (a.cache_dtype == kBfloat16) attend_some = attend_items<InFloat32<Bfloat16>>;
+#if defined(__AVX512BF16__)
+    if (both_bfloat16) attend_some = attend_items<InBfloat16>;
+#endif
+#if defined(TILES)
+    if (both_bfloat16 && InTiles::fits(a.head_dim, a.block_size)) attend_some = attend_items<InTiles>;
+#endif
+    (void)both_bfloat16;
+    return attend_rows(a, num_tokens, threads, attend_some);
 }
 
 }  // namespace

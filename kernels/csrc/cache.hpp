@@ -1,14 +1,17 @@
-// K and V of a step's tokens into their slots of the paged cache, in the layout that multiply.hpp reads; and the same
-// fused with the rotation of queries and keys (RoFormer: Su et al. 2021, arXiv:2104.09864).
+// K and V of a step's tokens into their slots of the paged cache, in the layout that multiply.hpp reads and rounded to
+// the cache's dtype; and the same fused with the rotation of queries and keys (RoFormer: Su et al. 2021,
+// arXiv:2104.09864).
 #pragma once
 
+#include "elements.hpp"
 #include "threads.hpp"
-#include "vector.hpp"
 
 namespace {
 
 struct CacheWrite {
-    void* k;           // the first K head of the first token; read, and rotated in place by `rotate`
+    Dtype dtype;        // of what is written, and of what turns
+    Dtype cache_dtype;  // of k_cache and v_cache
+    void* k;            // the first K head of the first token
     void* v;
     int64_t k_stride;  // values between a token's heads and the next one's
     int64_t v_stride;
@@ -30,22 +33,45 @@ struct CacheJob {
     Counter tokens;
 };
 
-template <class Element>
+// Some components of one head, `first` and the `count` - 1 behind it, into a slot.
+template <class Value, int kUnit>
+ALWAYS_INLINE void place(
+    const CacheWrite& a, int64_t slot, int head, int first, int count, const Value* k, const Value* v
+) {
+    const int64_t block = slot / a.block_size, offset = slot % a.block_size;
+    const int64_t start = (block * a.num_kv_heads + head) * a.block_size * a.head_dim;
+    Value* k_units = static_cast<Value*>(a.k_cache) + start + first * a.block_size + offset * kUnit;
+    for (int i = 0; i < count; i += kUnit) memcpy(k_units + (int64_t)i * a.block_size, k + i, sizeof(Value[kUnit]));
+    Value* v_units = static_cast<Value*>(a.v_cache) + start + (offset / kUnit * a.head_dim + first) * kUnit;
+    for (int i = 0; i < count; ++i) v_units[i * kUnit + offset % kUnit] = v[i];
+}
+
+template <class Cache, int kUnit>
 ALWAYS_INLINE void write_token(const CacheWrite& a, int64_t token) {
-    using Value = typename Element::Value;
-    constexpr int kUnit = Element::kPerUnit;
+    using Value = typename Cache::Value;
+    constexpr int kPiece = 64;
     const int64_t slot = a.slot_mapping[token];
     if (slot < 0) return;
-    const int64_t block = slot / a.block_size, offset = slot % a.block_size;
     for (int head = 0; head < a.num_kv_heads; ++head) {
-        const int64_t start = (block * a.num_kv_heads + head) * a.block_size * a.head_dim;
-        const Value* k = static_cast<const Value*>(a.k) + token * a.k_stride + (int64_t)head * a.head_dim;
-        const Value* v = static_cast<const Value*>(a.v) + token * a.v_stride + (int64_t)head * a.head_dim;
-        Value* k_block = static_cast<Value*>(a.k_cache) + start + offset * kUnit;
-        for (int unit = 0; unit < a.head_dim / kUnit; ++unit)
-            memcpy(k_block + (int64_t)unit * a.block_size * kUnit, k + unit * kUnit, kUnit * sizeof(Value));
-        Value* v_block = static_cast<Value*>(a.v_cache) + start + offset / kUnit * a.head_dim * kUnit + offset % kUnit;
-        for (int i = 0; i < a.head_dim; ++i) v_block[i * kUnit] = v[i];
+        const void* k = value_at(a.dtype, a.k, token * a.k_stride + (int64_t)head * a.head_dim);
+        const void* v = value_at(a.dtype, a.v, token * a.v_stride + (int64_t)head * a.head_dim);
+        if (a.dtype == Cache::kDtype) {
+            place<Value, kUnit>(a, slot, head, 0, a.head_dim, static_cast<const Value*>(k), static_cast<const Value*>(v));
+            continue;
+        }
+        for (int first = 0; first < a.head_dim; first += kPiece) {
+            const int count = least(kPiece, a.head_dim - first);
+            float wide[2][kPiece];
+            Value rounded[2][kPiece];
+            with_element(a.dtype, [&](auto element) {
+                using Element = decltype(element);
+                convert<Element, Float32>(static_cast<const typename Element::Value*>(k) + first, wide[0], count);
+                convert<Element, Float32>(static_cast<const typename Element::Value*>(v) + first, wide[1], count);
+            });
+            convert<Float32, Cache>(wide[0], rounded[0], count);
+            convert<Float32, Cache>(wide[1], rounded[1], count);
+            place<Value, kUnit>(a, slot, head, first, count, rounded[0], rounded[1]);
+        }
     }
 }
 
@@ -75,24 +101,27 @@ ALWAYS_INLINE void rotate_token(const CacheWrite& a, int64_t token) {
     }
 }
 
-template <class Element>
+template <class Cache, int kUnit>
 void write_tokens(void* data) {
     constexpr int64_t kStep = 16;
     CacheJob& job = *static_cast<CacheJob*>(data);
     for (int64_t token = job.tokens.take(kStep); token < job.tokens.count; token = job.tokens.take(kStep))
         for (int64_t i = token; i < token + kStep && i < job.tokens.count; ++i) {
-            if (job.a.heads != nullptr) rotate_token<Element>(job.a, i);
-            write_token<Element>(job.a, i);
+            if (job.a.heads != nullptr)
+                with_element(job.a.dtype, [&](auto element) { rotate_token<decltype(element)>(job.a, i); });
+            write_token<Cache, kUnit>(job.a, i);
         }
 }
 
 // Gives -1, or the number of a token whose slot does not exist.
-template <class Element>
 int write_cache(const CacheWrite& a, const Threads& threads) {
     for (int token = 0; token < a.num_tokens; ++token)
         if (a.slot_mapping[token] >= a.num_slots) return token;
     CacheJob job = {a, {0, a.num_tokens}};
-    run_on(threads, a.num_tokens >= 48, write_tokens<Element>, &job);
+    void (*write)(void*) = write_tokens<Float32, 1>;
+    if (a.cache_dtype == kBfloat16) write = write_tokens<Bfloat16, 2>;
+    if (a.cache_dtype == kFloat16) write = write_tokens<Float16, 1>;
+    run_on(threads, a.num_tokens >= 48, write, &job);
     return -1;
 }
 

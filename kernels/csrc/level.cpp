@@ -1,63 +1,63 @@
 // The kernels' C interface at one instruction-set level. Compiled once for each level, with LEVEL its name and the
-// level's -m flags; every function's name ends in element type and level, such as paged_attention_bfloat16_avx512_bf16.
-// Tensors are pointers, strides count values; what each operation means is said in kernels/reference.py, whose checks
-// the Python wrapper (kernels/cpu.py) makes. See vector.hpp for why no C++ header is included here.
+// level's -m flags; every function's name ends in the level, such as paged_attention_avx512_bf16. Tensors are pointers
+// and a dtype, strides count values; what each operation means is said in kernels/reference.py, whose checks the Python
+// wrapper (kernels/cpu.py) makes. See vector.hpp for why no C++ header is included here.
 #include "attention.hpp"
 #include "cache.hpp"
 #include "pointwise.hpp"
 
-#define JOIN(operation, element, level) operation##_##element##_##level
-#define NAME(operation, element, level) JOIN(operation, element, level)
-#define EXPORT extern "C" __attribute__((visibility("default")))
+#define JOIN(operation, level) operation##_##level
+#define NAME(operation, level) JOIN(operation, level)
+#define EXPORT(result, operation) extern "C" __attribute__((visibility("default"))) result NAME(operation, LEVEL)
 
-#define OPERATIONS(element, Element)                                                                                   \
-    EXPORT int NAME(paged_attention, element, LEVEL)(                                                                  \
-        const void* q, int64_t q_stride, const void* k_cache, const void* v_cache, const int32_t* block_tables,        \
-        int64_t table_stride, const int32_t* query_starts, const int32_t* context_lengths, void* out,                  \
-        int64_t num_tokens, int num_rows, int num_blocks, int block_size, int num_heads, int num_kv_heads,             \
-        int head_dim, float scale, int window, float softcap, ParallelRegion region, int num_threads                   \
-    ) {                                                                                                                \
-        return paged_attention<Element>(                                                                               \
-            {q, q_stride, k_cache, v_cache, block_tables, table_stride, query_starts, context_lengths, num_rows,       \
-             num_blocks, block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap, out},                  \
-            num_tokens, {region, num_threads}                                                                          \
-        );                                                                                                             \
-    }                                                                                                                  \
-    EXPORT int NAME(reshape_and_cache, element, LEVEL)(                                                                \
-        void* k, int64_t k_stride, void* v, int64_t v_stride, void* k_cache, void* v_cache,                            \
-        const int64_t* slot_mapping, int num_tokens, int num_blocks, int block_size, int num_kv_heads, int head_dim,   \
-        ParallelRegion region, int num_threads                                                                         \
-    ) {                                                                                                                \
-        return write_cache<Element>(                                                                                   \
-            {k, v, k_stride, v_stride, k_cache, v_cache, slot_mapping, (int64_t)num_blocks * block_size, num_tokens,   \
-             block_size, num_kv_heads, head_dim, nullptr, 0, 0, nullptr, nullptr},                                     \
-            {region, num_threads}                                                                                      \
-        );                                                                                                             \
-    }                                                                                                                  \
-    EXPORT int NAME(rotate_and_cache, element, LEVEL)(                                                                 \
-        void* heads, int64_t stride, const void* cos, const void* sin, void* k_cache, void* v_cache,                   \
-        const int64_t* slot_mapping, int num_tokens, int num_blocks, int block_size, int num_heads, int num_kv_heads,  \
-        int head_dim, ParallelRegion region, int num_threads                                                           \
-    ) {                                                                                                                \
-        Element::Value* k = static_cast<Element::Value*>(heads) + (int64_t)num_heads * head_dim;                       \
-        return write_cache<Element>(                                                                                   \
-            {k, k + (int64_t)num_kv_heads * head_dim, stride, stride, k_cache, v_cache, slot_mapping,                  \
-             (int64_t)num_blocks * block_size, num_tokens, block_size, num_kv_heads, head_dim, heads, stride,          \
-             num_heads + num_kv_heads, cos, sin},                                                                      \
-            {region, num_threads}                                                                                      \
-        );                                                                                                             \
-    }                                                                                                                  \
-    EXPORT void NAME(rms_norm, element, LEVEL)(                                                                        \
-        const void* x, void* residual, const void* weight, float epsilon, void* out, int64_t num_rows, int64_t size,   \
-        ParallelRegion region, int num_threads                                                                         \
-    ) {                                                                                                                \
-        run_pointwise<Element, false>({x, residual, weight, epsilon, out, num_rows, size}, {region, num_threads});     \
-    }                                                                                                                  \
-    EXPORT void NAME(silu_and_mul, element, LEVEL)(                                                                    \
-        const void* x, void* out, int64_t num_rows, int64_t size, ParallelRegion region, int num_threads               \
-    ) {                                                                                                                \
-        run_pointwise<Element, true>({x, nullptr, nullptr, 0.0f, out, num_rows, size}, {region, num_threads});         \
-    }
+EXPORT(int, paged_attention)(
+    Dtype dtype, Dtype cache_dtype, const void* q, int64_t q_stride, const void* k_cache, const void* v_cache,
+    const int32_t* block_tables, int64_t table_stride, const int32_t* query_starts, const int32_t* context_lengths,
+    void* out, int64_t num_tokens, int num_rows, int num_blocks, int block_size, int num_heads, int num_kv_heads,
+    int head_dim, float scale, int window, float softcap, ParallelRegion region, int num_threads
+) {
+    return paged_attention(
+        {q, q_stride, k_cache, v_cache, block_tables, table_stride, query_starts, context_lengths, dtype, cache_dtype,
+         num_rows, num_blocks, block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap, out},
+        num_tokens, {region, num_threads}
+    );
+}
 
-OPERATIONS(float32, Float32)
-OPERATIONS(bfloat16, Bfloat16)
+EXPORT(int, reshape_and_cache)(
+    Dtype dtype, Dtype cache_dtype, void* k, int64_t k_stride, void* v, int64_t v_stride, void* k_cache, void* v_cache,
+    const int64_t* slot_mapping, int num_tokens, int num_blocks, int block_size, int num_kv_heads, int head_dim,
+    ParallelRegion region, int num_threads
+) {
+    return write_cache(
+        {dtype, cache_dtype, k, v, k_stride, v_stride, k_cache, v_cache, slot_mapping, (int64_t)num_blocks * block_size,
+         num_tokens, block_size, num_kv_heads, head_dim, nullptr, 0, 0, nullptr, nullptr},
+        {region, num_threads}
+    );
+}
+
+EXPORT(int, rotate_and_cache)(
+    Dtype dtype, Dtype cache_dtype, void* heads, int64_t stride, const void* cos, const void* sin, void* k_cache,
+    void* v_cache, const int64_t* slot_mapping, int num_tokens, int num_blocks, int block_size, int num_heads,
+    int num_kv_heads, int head_dim, ParallelRegion region, int num_threads
+) {
+    void* k = static_cast<char*>(heads) + (int64_t)num_heads * head_dim * size_of(dtype);
+    void* v = static_cast<char*>(k) + (int64_t)num_kv_heads * head_dim * size_of(dtype);
+    return write_cache(
+        {dtype, cache_dtype, k, v, stride, stride, k_cache, v_cache, slot_mapping, (int64_t)num_blocks * block_size,
+         num_tokens, block_size, num_kv_heads, head_dim, heads, stride, num_heads + num_kv_heads, cos, sin},
+        {region, num_threads}
+    );
+}
+
+EXPORT(void, rms_norm)(
+    Dtype dtype, const void* x, void* residual, const void* weight, float epsilon, void* out, int64_t num_rows,
+    int64_t size, ParallelRegion region, int num_threads
+) {
+    run_pointwise<false>({dtype, x, residual, weight, epsilon, out, num_rows, size}, {region, num_threads});
+}
+
+EXPORT(void, silu_and_mul)(
+    Dtype dtype, const void* x, void* out, int64_t num_rows, int64_t size, ParallelRegion region, int num_threads
+) {
+    run_pointwise<true>({dtype, x, nullptr, nullptr, 0.0f, out, num_rows, size}, {region, num_threads});
+}

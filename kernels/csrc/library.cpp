@@ -1,6 +1,11 @@
 // What the library says of itself, and what this CPU can do.
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <cpuid.h>
 #endif
 #include "threads.hpp"
 
@@ -9,14 +14,37 @@
 // The digest of the sources that this was built from; the loader refuses a library that is older than they are.
 EXPORT const char* source_digest() { return SOURCE_DIGEST; }
 
+#if defined(__x86_64__) && defined(__linux__)
+// Whether this process may use the tile registers for bfloat16: the CPU has them, the system saves them, and gives leave
+// when asked. It asks in the name of all threads, since a thread that has leave needs more room on its signal stack.
+static bool may_use_tiles() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & bit_OSXSAVE) == 0) return false;
+    constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+    unsigned low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    constexpr unsigned kTileShapes = 1u << 17, kTileData = 1u << 18;
+    if ((low & kTileShapes) == 0 || (low & kTileData) == 0) return false;
+    constexpr long kRequestPermission = 0x1023, kTileDataNumber = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileDataNumber) == 0;
+}
+#elif defined(__x86_64__)
+static bool may_use_tiles() { return false; }
+#endif
+
 // The best level that this CPU runs; it runs every level that stands before it in kernels/build.py as well.
 EXPORT const char* best_level() {
 #if defined(__x86_64__)
     __builtin_cpu_init();  // asks the operating system as well whether it saves the wide registers
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    unsigned a, b, c, d;
+    const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;  // clang's builtin does not know its name
+    const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) return "avx512_bf16";
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    if (bf16 && may_use_tiles()) return "amx_bf16";
+    if (bf16) return "avx512_bf16";
     if (avx512) return "avx512";
     if (avx2) return "avx2";
 #endif

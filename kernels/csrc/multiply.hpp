@@ -5,48 +5,64 @@
 //     K, of one head in one block: [head_dim units][block_size]       columns are tokens, the sum runs over components
 //     V, of one head in one block: [block_size units][head_dim]       columns are components, the sum runs over tokens
 //
-// in units of two neighbouring bfloat16, or of one float32. An element's sum is made in one order, whatever the tile:
-// how rows and columns are shared out among tiles changes no bit of the result.
+// in units of two neighbouring bfloat16, or of one other value. An element's sum is made in one order, whatever the
+// tile: how rows and columns are shared out among tiles changes no bit of the result.
 //
 // Memory is asked for ahead: each step of a sum prefetches a line of the block that will be needed some blocks later.
 #pragma once
 
-#include "vector.hpp"
+#include "product.hpp"
 
 namespace {
 
-// The number of rows of a tile, as a type.
-template <int kRows>
-struct Rows {
-    static constexpr int value = kRows;
+// A number as a type.
+template <int kNumber>
+struct Number {
+    static constexpr int value = kNumber;
 };
 
 // Some of the columns of a K block.
+template <class Unit>
 struct Chunk {
-    const uint32_t* units;  // of its first column
-    const uint32_t* ahead;  // as much memory, needed soon
-    int column;             // where its scores go
-    int lanes;              // its columns, at most kWidth
+    const Unit* units;  // of its first column
+    const Unit* ahead;  // as much memory, needed soon
+    int column;         // where its scores go
+    int lanes;          // its columns, at most Product::kChunk
 };
 
-template <class Element, int kRows, int kColumns>
+// The V blocks of one head that a product runs over.
+template <class Unit>
+struct ValueBlocks {
+    const Unit* const* units;  // of each block
+    const Unit* const* ahead;  // as much memory as each block, needed soon
+    int num_blocks;
+    int units_per_block;
+    int num_units;  // of tokens, in all blocks together; what is behind them is not read
+    bool half;      // whether the last of them holds only one token
+    int head_dim;
+};
+
+template <class Product, int kRows, int kColumns>
 ALWAYS_INLINE void score_tile(
-    const uint32_t* q, int q_units, const Chunk* chunks, int block_size, int lanes, float* scores, int stride
+    const typename Product::Left::Value* q, int head_dim, const Chunk<typename Product::Unit>* chunks, int block_size,
+    int lanes, float* scores, int stride
 ) {
     Floats sums[kRows][kColumns] = {};
-    for (int unit = 0; unit < q_units; ++unit) {
-        typename Element::Loaded k[kColumns];
+    for (int unit = 0; unit < head_dim / Product::kPerUnit; ++unit) {
+        typename Product::Loaded k[kColumns];
 #pragma GCC unroll 8
         for (int column = 0; column < kColumns; ++column) {
-            const uint32_t* from = chunks[column].units + (size_t)unit * block_size;
-            k[column] = Element::unpack(lanes == kWidth ? load_words(from) : load_words(from, lanes));
+            const auto* from = chunks[column].units + (size_t)unit * block_size;
+            k[column] = lanes == kWidth ? Product::load(from) : Product::load(from, lanes);
             __builtin_prefetch(chunks[column].ahead + (size_t)unit * kWidth);
         }
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 8
             for (int column = 0; column < kColumns; ++column)
-                sums[row][column] = Element::multiply_add(sums[row][column], k[column], q[row * q_units + unit]);
+                sums[row][column] = Product::multiply_add(
+                    sums[row][column], k[column], q + row * head_dim + unit * Product::kPerUnit
+                );
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row)
@@ -55,9 +71,10 @@ ALWAYS_INLINE void score_tile(
             store_floats(scores + (size_t)row * stride + chunks[column].column, sums[row][column], lanes);
 }
 
-template <class Element, int kRows>
+template <class Product, int kRows>
 ALWAYS_INLINE void score_rows(
-    const uint32_t* q, int q_units, const Chunk* chunks, int num_chunks, int block_size, float* scores, int stride
+    const typename Product::Left::Value* q, int head_dim, const Chunk<typename Product::Unit>* chunks, int num_chunks,
+    int block_size, float* scores, int stride
 ) {
     int chunk = 0;
     const auto next_are_whole = [&](int count) {
@@ -66,59 +83,51 @@ ALWAYS_INLINE void score_rows(
             if (chunks[chunk + i].lanes != kWidth) return false;
         return true;
     };
+    const auto tile = [&](auto columns, int lanes) __attribute__((always_inline)) {
+        constexpr int kColumns = decltype(columns)::value;
+        score_tile<Product, kRows, kColumns>(q, head_dim, chunks + chunk, block_size, lanes, scores, stride);
+        chunk += kColumns;
+    };
     while (chunk < num_chunks) {
-        const Chunk* here = chunks + chunk;
-        if (kMaxColumns >= 4 && next_are_whole(4)) {
-            score_tile<Element, kRows, kMaxColumns >= 4 ? 4 : 1>(q, q_units, here, block_size, kWidth, scores, stride);
-            chunk += 4;
-        } else if (next_are_whole(2)) {
-            score_tile<Element, kRows, 2>(q, q_units, here, block_size, kWidth, scores, stride);
-            chunk += 2;
-        } else if (here->lanes == kWidth) {
-            score_tile<Element, kRows, 1>(q, q_units, here, block_size, kWidth, scores, stride);
-            chunk += 1;
-        } else {
-            score_tile<Element, kRows, 1>(q, q_units, here, block_size, here->lanes, scores, stride);
-            chunk += 1;
-        }
+        if (kMostColumns >= 4 && next_are_whole(4))
+            tile(Number<kMostColumns>{}, kWidth);
+        else if (next_are_whole(2))
+            tile(Number<2>{}, kWidth);
+        else if (next_are_whole(1))
+            tile(Number<1>{}, kWidth);
+        else
+            tile(Number<1>{}, chunks[chunk].lanes);
     }
 }
 
-// The V blocks of one head that a product runs over.
-struct ValueBlocks {
-    const uint32_t* const* units;  // of each block
-    const uint32_t* const* ahead;  // as much memory as each block, needed soon
-    int num_blocks;
-    int units_per_block;
-    int num_units;  // of tokens, in all blocks together; what is behind them is not read
-    bool half;      // whether the last of them holds only one token
-    int head_dim;
-};
-
-template <class Element, int kRows, int kColumns>
+template <class Product, int kRows, int kColumns>
 ALWAYS_INLINE void value_tile(
-    const uint32_t* p, int p_stride, const ValueBlocks& v, int component, int lanes, float* out, int stride
+    const typename Product::Left::Value* p, int p_stride, const ValueBlocks<typename Product::Unit>& v, int component,
+    int lanes, float* out
 ) {
     Floats sums[kRows][kColumns] = {};
-    const auto add = [&](const uint32_t* from, int unit, bool half) __attribute__((always_inline)) {
-        typename Element::Loaded values[kColumns];
+    const auto add = [&](const typename Product::Unit* from, int unit, bool half) __attribute__((always_inline)) {
+        typename Product::Loaded values[kColumns];
 #pragma GCC unroll 8
         for (int column = 0; column < kColumns; ++column) {
-            const uint32_t* at = from + column * kWidth;
-            const Words words = lanes == kWidth ? load_words(at) : load_words(at, lanes);
-            values[column] = half ? Element::unpack_first(words) : Element::unpack(words);
+            const auto* at = from + column * kWidth;
+            values[column] = lanes == kWidth ? Product::load(at) : Product::load(at, lanes);
+            if constexpr (Product::kPerUnit == 2)
+                if (half) values[column] = Product::first_only(values[column]);
         }
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 8
             for (int column = 0; column < kColumns; ++column)
-                sums[row][column] = Element::multiply_add(sums[row][column], values[column], p[row * p_stride + unit]);
+                sums[row][column] = Product::multiply_add(
+                    sums[row][column], values[column], p + row * p_stride + unit * Product::kPerUnit
+                );
     };
     const int num_whole = v.num_units - (v.half ? 1 : 0);
     int unit = 0;
     for (int block = 0; block < v.num_blocks; ++block) {
-        const uint32_t* from = v.units[block] + component;
-        const uint32_t* ahead = v.ahead[block] + component;
+        const auto* from = v.units[block] + component;
+        const auto* ahead = v.ahead[block] + component;
         const int end = least(unit + v.units_per_block, num_whole);
         for (; unit < end; ++unit, from += v.head_dim, ahead += v.head_dim) {
 #pragma GCC unroll 8
@@ -131,66 +140,68 @@ ALWAYS_INLINE void value_tile(
     for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 8
         for (int column = 0; column < kColumns; ++column)
-            store_floats(out + (size_t)row * stride + component + column * kWidth, sums[row][column], lanes);
+            store_floats(out + (size_t)row * v.head_dim + component + column * kWidth, sums[row][column], lanes);
 }
 
-template <class Element, int kRows>
-ALWAYS_INLINE void value_rows(const uint32_t* p, int p_stride, const ValueBlocks& v, float* out, int stride) {
+template <class Product, int kRows>
+ALWAYS_INLINE void value_rows(
+    const typename Product::Left::Value* p, int p_stride, const ValueBlocks<typename Product::Unit>& v, float* out
+) {
     int component = 0;
+    const auto tile = [&](auto columns, int lanes) __attribute__((always_inline)) {
+        constexpr int kColumns = decltype(columns)::value;
+        value_tile<Product, kRows, kColumns>(p, p_stride, v, component, lanes, out);
+        component += kColumns * kWidth;
+    };
     while (component < v.head_dim) {
         const int left = v.head_dim - component;
-        if (kMaxColumns >= 4 && left >= 4 * kWidth) {
-            value_tile<Element, kRows, kMaxColumns >= 4 ? 4 : 1>(p, p_stride, v, component, kWidth, out, stride);
-            component += 4 * kWidth;
-        } else if (left >= 2 * kWidth) {
-            value_tile<Element, kRows, 2>(p, p_stride, v, component, kWidth, out, stride);
-            component += 2 * kWidth;
-        } else if (left >= kWidth) {
-            value_tile<Element, kRows, 1>(p, p_stride, v, component, kWidth, out, stride);
-            component += kWidth;
-        } else {
-            value_tile<Element, kRows, 1>(p, p_stride, v, component, left, out, stride);
-            component += left;
-        }
+        if (kMostColumns >= 4 && left >= 4 * kWidth)
+            tile(Number<kMostColumns>{}, kWidth);
+        else if (left >= 2 * kWidth)
+            tile(Number<2>{}, kWidth);
+        else if (left >= kWidth)
+            tile(Number<1>{}, kWidth);
+        else
+            tile(Number<1>{}, left);
     }
 }
 
-// Q K^T: q is [num_rows][q_units], scores are [num_rows][stride].
-template <class Element>
-void multiply_scores(
-    const uint32_t* q, int num_rows, int q_units, const Chunk* chunks, int num_chunks, int block_size, float* scores,
-    int stride
-) {
+// Calls `tile` with the number of rows that are taken at once, as a type, and with the first of them.
+template <int kMost, class Tile>
+ALWAYS_INLINE void take_rows(int num_rows, Tile tile) {
     int row = 0;
-    const auto tile = [&](auto rows) __attribute__((always_inline)) {
+    const auto take = [&](auto rows) __attribute__((always_inline)) {
         constexpr int kRows = decltype(rows)::value;
-        if constexpr (kRows <= kMaxRows) {
-            for (; row + kRows <= num_rows; row += kRows)
-                score_rows<Element, kRows>(
-                    q + (size_t)row * q_units, q_units, chunks, num_chunks, block_size, scores + (size_t)row * stride,
-                    stride
-                );
-        }
+        if constexpr (kRows <= kMost)
+            for (; row + kRows <= num_rows; row += kRows) tile(rows, row);
     };
-    tile(Rows<6>{}), tile(Rows<4>{}), tile(Rows<3>{}), tile(Rows<2>{}), tile(Rows<1>{});
+    take(Number<6>{}), take(Number<4>{}), take(Number<3>{}), take(Number<2>{}), take(Number<1>{});
 }
 
-// P V: p is [num_rows][p_stride] units, out is [num_rows][stride].
-template <class Element>
-void multiply_values(
-    const uint32_t* p, int num_rows, int p_stride, const ValueBlocks& v, float* out, int stride
+// Q K^T: q is [num_rows][head_dim], scores are [num_rows][stride].
+template <class Product>
+void multiply_scores(
+    Product&, const typename Product::Left::Value* q, int num_rows, int head_dim,
+    const Chunk<typename Product::Unit>* chunks, int num_chunks, int block_size, float* scores, int stride
 ) {
-    int row = 0;
-    const auto tile = [&](auto rows) __attribute__((always_inline)) {
-        constexpr int kRows = decltype(rows)::value;
-        if constexpr (kRows <= kMaxRows) {
-            for (; row + kRows <= num_rows; row += kRows)
-                value_rows<Element, kRows>(
-                    p + (size_t)row * p_stride, p_stride, v, out + (size_t)row * stride, stride
-                );
-        }
-    };
-    tile(Rows<6>{}), tile(Rows<4>{}), tile(Rows<3>{}), tile(Rows<2>{}), tile(Rows<1>{});
+    take_rows<Product::kRows>(num_rows, [&](auto rows, int row) __attribute__((always_inline)) {
+        score_rows<Product, decltype(rows)::value>(
+            q + (size_t)row * head_dim, head_dim, chunks, num_chunks, block_size, scores + (size_t)row * stride, stride
+        );
+    });
+}
+
+// P V: p is [num_rows][p_stride], out is [num_rows][head_dim].
+template <class Product>
+void multiply_values(
+    Product&, const typename Product::Left::Value* p, int num_rows, int p_stride,
+    const ValueBlocks<typename Product::Unit>& v, float* out
+) {
+    take_rows<Product::kRows>(num_rows, [&](auto rows, int row) __attribute__((always_inline)) {
+        value_rows<Product, decltype(rows)::value>(
+            p + (size_t)row * p_stride, p_stride, v, out + (size_t)row * v.head_dim
+        );
+    });
 }
 
 }  // namespace

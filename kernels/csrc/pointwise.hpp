@@ -1,8 +1,8 @@
 // What stands between the matrix products: RMSNorm, with the residual's sum before it, and SwiGLU's gate.
 #pragma once
 
+#include "elements.hpp"
 #include "threads.hpp"
-#include "vector.hpp"
 
 namespace {
 
@@ -10,6 +10,7 @@ namespace {
 constexpr int64_t kWorthwhile = 1 << 14;
 
 struct Pointwise {
+    Dtype dtype;     // of all
     const void* x;   // [num_rows][size], or [num_rows][2 * size] for the gate
     void* residual;  // [num_rows][size], or null
     const void* weight;
@@ -73,12 +74,12 @@ ALWAYS_INLINE void gate_row(const Pointwise& a, int64_t row) {
     int64_t i = 0;
     for (; i + kWidth <= a.size; i += kWidth) {
         const Floats x = Element::load(gate + i);
-        const Floats silu = x / (1.0f + exponential(-x));
+        const Floats silu = x / (1.0f + power_of_two(x * -kLog2E));
         Element::store(out + i, Element::rounded(silu) * Element::load(up + i));
     }
     for (; i < a.size; ++i) {
         const float x = Element::widen(gate[i]);
-        const float silu = x / (1.0f + exponential(broadcast(-x))[0]);
+        const float silu = x / (1.0f + power_of_two(broadcast(x * -kLog2E))[0]);
         out[i] = Element::narrow(Element::widen(Element::narrow(silu)) * Element::widen(up[i]));
     }
 }
@@ -94,11 +95,14 @@ void run_rows(void* data) {
                 normalize_row<Element>(job.a, i);
 }
 
-template <class Element, bool kGate>
+template <bool kGate>
 void run_pointwise(const Pointwise& a, const Threads& threads) {
     const int64_t step = 1 + 4096 / (a.size + 1);
     PointwiseJob job = {a, step, {0, a.num_rows}};
-    run_on(threads, a.num_rows > step && a.num_rows * a.size > kWorthwhile, run_rows<Element, kGate>, &job);
+    with_element(a.dtype, [&](auto element) {
+        const bool worthwhile = a.num_rows > step && a.num_rows * a.size > kWorthwhile;
+        run_on(threads, worthwhile, run_rows<decltype(element), kGate>, &job);
+    });
 }
 
 }  // namespace

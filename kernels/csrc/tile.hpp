@@ -3,13 +3,18 @@
 #pragma once
 
 #include "multiply.hpp"
+#if defined(TILES)
+#include "multiply_tiles.hpp"
+#endif
 
 namespace {
 
 constexpr int kSplitTokens = 128;
 constexpr int kTileRows = 48;  // rows of Q at most, unless one query's group is larger
 constexpr int kMaxBlocks = kSplitTokens;
-constexpr int kAhead = 4;  // blocks between the one that is read and the one that is prefetched
+// Blocks between the one that is read and the one that is prefetched. Of 16 tokens, 64 components and 2 bytes, on one
+// thread of a Zen 5 that reads all from memory: 2 and 8 take 1.2 and 1.1 times as long.
+constexpr int kAhead = 4;
 
 struct Attention {
     const void* q;
@@ -20,6 +25,8 @@ struct Attention {
     int64_t table_stride;
     const int32_t* query_starts;
     const int32_t* context_lengths;
+    Dtype dtype;        // of q and out
+    Dtype cache_dtype;  // of k_cache and v_cache
     int num_rows, num_blocks, block_size, num_heads, num_kv_heads, head_dim;
     float scale;
     int window;     // tokens that a query sees, its own among them; 0: all before it
@@ -43,118 +50,146 @@ struct Item {
     int end_token;                 // behind the last that any of its queries sees
 };
 
-// m, l and part, for each row of a tile.
+// m (to the base 2), l and part, for each row of a tile. Vectors of m and l may be read and written whole.
 struct Part {
     float *most, *sum, *out;
 };
 
 ALWAYS_INLINE int64_t part_size(const Attention& a, int num_queries) {
-    return (int64_t)num_queries * a.group_size() * (a.head_dim + 2);
+    const int num_tile_rows = num_queries * a.group_size();
+    return 2 * round_up(num_tile_rows, kWidth) + (int64_t)num_tile_rows * a.head_dim;
 }
 
 ALWAYS_INLINE Part part_at(float* memory, int num_tile_rows) {
-    return {memory, memory + num_tile_rows, memory + 2 * num_tile_rows};
+    const int padded = round_up(num_tile_rows, kWidth);
+    return {memory, memory + padded, memory + 2 * padded};
 }
 
 // Adds one split's part to what has been merged so far. Not inlined, so that both ways to it round alike.
 __attribute__((noinline)) void merge(Part all, Part part, int num_tile_rows, int head_dim) {
-    for (int row = 0; row < num_tile_rows; ++row) {
-        if (part.sum[row] == 0.0f) continue;  // the query stands before the split
-        const float most = all.most[row] > part.most[row] ? all.most[row] : part.most[row];
-        const Floats powers = exponential(Floats{all.most[row] - most, part.most[row] - most});
-        const float old = all.sum[row] == 0.0f ? 0.0f : powers[0], added = powers[1];
-        all.most[row] = most;
-        all.sum[row] = all.sum[row] * old + part.sum[row] * added;
-        float* to = all.out + (int64_t)row * head_dim;
-        const float* from = part.out + (int64_t)row * head_dim;
-        for (int i = 0; i < head_dim; ++i) to[i] = to[i] * old + from[i] * added;
+    for (int first = 0; first < num_tile_rows; first += kWidth) {
+        const Floats all_most = load_floats(all.most + first), part_most = load_floats(part.most + first);
+        const Floats all_sum = load_floats(all.sum + first), part_sum = load_floats(part.sum + first);
+        const Floats most = larger_of(all_most, part_most);
+        const Floats old = all_sum == 0.0f ? Floats{} : power_of_two(all_most - most);
+        const Floats added = part_sum == 0.0f ? Floats{} : power_of_two(part_most - most);
+        store_floats(all.most + first, most);
+        store_floats(all.sum + first, all_sum * old + part_sum * added);
+        for (int lane = 0; lane < least(kWidth, num_tile_rows - first); ++lane) {
+            if (part_sum[lane] == 0.0f) continue;  // the query stands before the split
+            float* to = all.out + (int64_t)(first + lane) * head_dim;
+            const float* from = part.out + (int64_t)(first + lane) * head_dim;
+            int i = 0;
+            for (; i + kWidth <= head_dim; i += kWidth)
+                store_floats(to + i, load_floats(to + i) * old[lane] + load_floats(from + i) * added[lane]);
+            for (; i < head_dim; ++i) to[i] = to[i] * old[lane] + from[i] * added[lane];
+        }
     }
 }
 
 // `x` where the lane's token, `first` and on, is one of from..end - 1, and else `other`.
 ALWAYS_INLINE Floats where_seen(Floats x, int first, int from, int end, float other) {
-    if (first >= from && first + kWidth <= end) return x;
     Floats tokens;
     for (int lane = 0; lane < kWidth; ++lane) tokens[lane] = (float)(first + lane);
     x = tokens < (float)end ? x : broadcast(other);
     return tokens >= (float)from ? x : broadcast(other);
 }
 
-// Scores to probabilities of one row of a tile, which sees from..end - 1 of the split's tokens; the others' are zero.
-template <class Element>
-ALWAYS_INLINE void soften(
-    const Attention& a, float* scores, typename Element::Value* p, int from, int end, int num_padded, float* most_out,
-    float* sum_out
-) {
-    if (from >= end) end = 0;
-    // -- scale, cap, hide what is not seen, find the maximum
+// Calls `visit` for each vector that holds some of the tokens from..end - 1, and says if it holds others as well.
+template <class Visit>
+ALWAYS_INLINE void visit_seen(int from, int end, Visit visit) {
+    int i = from / kWidth * kWidth;
+    if (i < from && i < end) visit(i, true), i += kWidth;
+    for (; i + kWidth <= end; i += kWidth) visit(i, false);
+    if (i < end) visit(i, true);
+}
+
+// Scores to softcap * tanh(scale * score / softcap), to the base 2.
+void cap_scores(const Attention& a, float* scores, int count) {
+    const float twice = 2.0f * kLog2E * a.scale / a.softcap;
+    for (int i = 0; i < count; i += kWidth) {
+        const Floats tanh = 1.0f - 2.0f / (power_of_two(load_floats(scores + i) * twice) + 1.0f);
+        store_floats(scores + i, tanh * (a.softcap * kLog2E));
+    }
+}
+
+// The largest of one row's scores times `factor`, which sees from..end - 1 of the split's tokens.
+ALWAYS_INLINE float find_most(const float* scores, float factor, int from, int end) {
     Floats most = broadcast(-kInfinity);
-    int i = 0;
-    for (; i < end; i += kWidth) {
-        Floats s = load_floats(scores + i) * a.scale;
-        if (a.softcap != 0.0f) s = a.softcap - 2.0f * a.softcap / (exponential(s * (2.0f / a.softcap)) + 1.0f);
-        s = where_seen(s, i, from, end, -kInfinity);
-        store_floats(scores + i, s);
-        most = larger_of(s, most);
-    }
-    const float m = largest_of(most);
-    // -- exponentiate and sum
+    visit_seen(from, end, [&](int i, bool partly) __attribute__((always_inline)) {
+        const Floats s = load_floats(scores + i) * factor;
+        most = larger_of(partly ? where_seen(s, i, from, end, -kInfinity) : s, most);
+    });
+    return largest_of(most);
+}
+
+// Scores to probabilities: those of tokens that are not seen are zero. `p` may stand where the scores do. Gives the sum.
+template <class Left>
+ALWAYS_INLINE float soften(
+    const float* scores, float factor, float most, typename Left::Value* p, int from, int end, int num_padded
+) {
+    for (int i = 0; i < from / kWidth * kWidth; i += kWidth) Left::store(p + i, Floats{});
     Floats sum = {};
-    for (i = 0; i < end; i += kWidth) {
-        const Floats e = where_seen(exponential(load_floats(scores + i) - m), i, from, end, 0.0f);
+    visit_seen(from, end, [&](int i, bool partly) __attribute__((always_inline)) {
+        Floats e = power_of_two(load_floats(scores + i) * factor - most);
+        if (partly) e = where_seen(e, i, from, end, 0.0f);
         sum += e;
-        Element::store(p + i, e);
-    }
-    for (; i < num_padded; i += kWidth) Element::store(p + i, Floats{});
-    *most_out = m;
-    *sum_out = end > 0 ? sum_of(sum) : 0.0f;
+        Left::store(p + i, e);
+    });
+    for (int i = round_up(end, kWidth); i < num_padded; i += kWidth) Left::store(p + i, Floats{});
+    return sum_of(sum);
 }
 
 // A thread's memory for one tile.
-template <class Element>
+template <class Product>
 struct Scratch {
-    uint32_t* q;
+    using Unit = typename Product::Unit;
+    Product product;
+    typename Product::Left::Value* q;
     float* scores;
-    typename Element::Value* p;
+    typename Product::Left::Value* p;
     Part all, part;
     int stride;  // of scores and p, in tokens
-    Chunk chunks[1024 / kWidth + kMaxBlocks];
-    const uint32_t* blocks[2 * kMaxBlocks + kAhead];  // K's, V's, and the next ones' K
-    const uint32_t* following[kAhead];
+    Chunk<Unit> chunks[1024 / kWidth + kMaxBlocks];
+    const Unit* blocks[2 * kMaxBlocks + kAhead];  // K's, V's, and the next ones' K
+    const Unit* following[kAhead];
 };
 
 // The blocks of one head of a cache: [num_blocks][num_kv_heads][units of the block].
-template <class Element>
-ALWAYS_INLINE const uint32_t* block_units(const Attention& a, const void* cache, int32_t block, int head) {
-    const int64_t units = (int64_t)a.block_size * a.head_dim / Element::kPerUnit;
-    return static_cast<const uint32_t*>(cache) + ((int64_t)block * a.num_kv_heads + head) * units;
+template <class Product>
+ALWAYS_INLINE const typename Product::Unit* block_units(const Attention& a, const void* cache, int32_t block, int head) {
+    const int64_t units = (int64_t)a.block_size * a.head_dim / Product::kPerUnit;
+    return static_cast<const typename Product::Unit*>(cache) + ((int64_t)block * a.num_kv_heads + head) * units;
 }
 
 // The K blocks that an item's split begins with; gives how many.
-template <class Element>
-ALWAYS_INLINE int list_first_blocks(const Attention& a, const Item& item, int split, const uint32_t** list) {
+template <class Product>
+ALWAYS_INLINE int list_first_blocks(
+    const Attention& a, const Item& item, int split, const typename Product::Unit** list
+) {
     const int first = split * a.split_tokens() / a.block_size;
     const int end = least((item.end_token + a.block_size - 1) / a.block_size, first + kAhead);
     const int32_t* table = a.block_tables + item.row * a.table_stride;
     for (int block = first; block < end; ++block)
-        list[block - first] = block_units<Element>(a, a.k_cache, table[block], item.head);
+        list[block - first] = block_units<Product>(a, a.k_cache, table[block], item.head);
     return end > first ? end - first : 0;
 }
 
-template <class Element>
-void attend_split(const Attention& a, const Item& item, int split, int num_following, Scratch<Element>& scratch) {
+template <class Product>
+void attend_split(
+    const Attention& a, const Item& item, int split, int num_following, Scratch<Product>& scratch, Part part
+) {
     const int begin = split * a.split_tokens(), end = least(begin + a.split_tokens(), item.end_token);
     const int first_block = begin / a.block_size;
     const int num_blocks = (end - begin + a.block_size - 1) / a.block_size;
     const int group_size = a.group_size(), num_tile_rows = item.num_queries * group_size;
-    const int units_per_head = a.head_dim / Element::kPerUnit;
     const int32_t* table = a.block_tables + item.row * a.table_stride + first_block;
 
     // -- the blocks, in the order in which they are read
-    const uint32_t** blocks = scratch.blocks;
+    const typename Product::Unit** blocks = scratch.blocks;
     for (int block = 0; block < num_blocks; ++block) {
-        blocks[block] = block_units<Element>(a, a.k_cache, table[block], item.head);
-        blocks[num_blocks + block] = block_units<Element>(a, a.v_cache, table[block], item.head);
+        blocks[block] = block_units<Product>(a, a.k_cache, table[block], item.head);
+        blocks[num_blocks + block] = block_units<Product>(a, a.v_cache, table[block], item.head);
     }
     for (int i = 0; i < kAhead; ++i)
         blocks[2 * num_blocks + i] = i < num_following ? scratch.following[i] : blocks[2 * num_blocks - 1];
@@ -163,76 +198,89 @@ void attend_split(const Attention& a, const Item& item, int split, int num_follo
     int num_chunks = 0;
     for (int block = 0; block < num_blocks; ++block) {
         const int num_columns = least(a.block_size, end - begin - block * a.block_size);
-        for (int column = 0; column < num_columns; column += kWidth) {
-            const int64_t passed = (int64_t)column * units_per_head;
+        for (int column = 0; column < num_columns; column += Product::kChunk) {
+            const int64_t passed = (int64_t)column * (a.head_dim / Product::kPerUnit);
             scratch.chunks[num_chunks++] = {
                 blocks[block] + column,
                 blocks[block + kAhead] + passed,
                 block * a.block_size + column,
-                least(kWidth, a.block_size - column),
+                least(Product::kChunk, a.block_size - column),
             };
         }
     }
-    multiply_scores<Element>(
-        scratch.q, num_tile_rows, units_per_head, scratch.chunks, num_chunks, a.block_size, scratch.scores,
+    multiply_scores(
+        scratch.product, scratch.q, num_tile_rows, a.head_dim, scratch.chunks, num_chunks, a.block_size, scratch.scores,
         scratch.stride
     );
 
-    // -- probabilities
+    // -- probabilities; first each row's largest score, so that none waits for its own
     const int first_position = item.end_token - item.num_queries;
-    const int num_padded = round_up(end - begin, Element::kPerUnit);
-    for (int row = 0; row < num_tile_rows; ++row) {
-        const int position = first_position + row / group_size;
-        const int from = a.first_seen(position) - begin, seen = least(end, position + 1) - begin;
-        soften<Element>(
-            a, scratch.scores + (int64_t)row * scratch.stride, scratch.p + (int64_t)row * scratch.stride,
-            from > 0 ? from : 0, seen, num_padded, scratch.part.most + row, scratch.part.sum + row
+    const int num_padded = round_up(end - begin, Product::value_tokens(a.block_size));
+    const float factor = a.softcap == 0.0f ? a.scale * kLog2E : 1.0f;
+    if (a.softcap != 0.0f)
+        for (int row = 0; row < num_tile_rows; ++row)
+            cap_scores(a, scratch.scores + (int64_t)row * scratch.stride, end - begin);
+    const auto for_rows = [&](auto body) __attribute__((always_inline)) {
+        for (int query = 0; query < item.num_queries; ++query) {
+            const int position = first_position + query;
+            const int first_seen = a.first_seen(position) - begin, seen = least(end, position + 1) - begin;
+            const int from = first_seen > 0 ? first_seen : 0;
+            const bool none = from >= seen;
+            for (int row = query * group_size; row < (query + 1) * group_size; ++row)
+                body(row, none ? 0 : from, none ? 0 : seen);
+        }
+    };
+    for_rows([&](int row, int from, int seen) __attribute__((always_inline)) {
+        part.most[row] = find_most(scratch.scores + (int64_t)row * scratch.stride, factor, from, seen);
+    });
+    for_rows([&](int row, int from, int seen) __attribute__((always_inline)) {
+        const int64_t start = (int64_t)row * scratch.stride;
+        part.sum[row] = soften<typename Product::Left>(
+            scratch.scores + start, factor, part.most[row], scratch.p + start, from, seen, num_padded
         );
-    }
+    });
 
     // -- values
-    const ValueBlocks v = {
+    const ValueBlocks<typename Product::Unit> v = {
         blocks + num_blocks,
         blocks + num_blocks + kAhead,
         num_blocks,
-        a.block_size / Element::kPerUnit,
-        num_padded / Element::kPerUnit,
-        (end - begin) % Element::kPerUnit != 0,
+        a.block_size / Product::kPerUnit,
+        (end - begin + Product::kPerUnit - 1) / Product::kPerUnit,
+        (end - begin) % Product::kPerUnit != 0,
         a.head_dim,
     };
-    multiply_values<Element>(
-        reinterpret_cast<const uint32_t*>(scratch.p), num_tile_rows, scratch.stride / Element::kPerUnit, v,
-        scratch.part.out, a.head_dim
-    );
+    multiply_values(scratch.product, scratch.p, num_tile_rows, scratch.stride, v, part.out);
 }
 
-template <class Element>
-void load_queries(const Attention& a, const Item& item, uint32_t* to) {
-    using Value = typename Element::Value;
-    const int64_t size = (int64_t)a.group_size() * a.head_dim;
-    const Value* q = static_cast<const Value*>(a.q) + item.head * size;
+template <class Left>
+void load_queries(const Attention& a, const Item& item, typename Left::Value* to) {
+    const int size = a.group_size() * a.head_dim;
     const int64_t first_token = a.query_starts[item.row] + item.first_query;
-    for (int query = 0; query < item.num_queries; ++query)
-        memcpy(
-            reinterpret_cast<Value*>(to) + query * size, q + (first_token + query) * a.q_stride, size * sizeof(Value)
-        );
+    with_element(a.dtype, [&](auto element) {
+        using Element = decltype(element);
+        const auto* q = static_cast<const typename Element::Value*>(a.q) + (int64_t)item.head * size;
+        for (int query = 0; query < item.num_queries; ++query)
+            convert<Element, Left>(q + (first_token + query) * a.q_stride, to + (int64_t)query * size, size);
+    });
 }
 
-template <class Element>
 void store_output(const Attention& a, const Item& item, Part all) {
-    using Value = typename Element::Value;
     const int group_size = a.group_size();
     const int64_t first_token = a.query_starts[item.row] + item.first_query;
-    for (int row = 0; row < item.num_queries * group_size; ++row) {
-        const int64_t token = first_token + row / group_size;
-        const int64_t head = (int64_t)item.head * group_size + row % group_size;
-        Value* to = static_cast<Value*>(a.out) + (token * a.num_heads + head) * a.head_dim;
-        const float* from = all.out + (int64_t)row * a.head_dim;
-        const float inverse = 1.0f / all.sum[row];
-        int i = 0;
-        for (; i + kWidth <= a.head_dim; i += kWidth) Element::store(to + i, load_floats(from + i) * inverse);
-        for (; i < a.head_dim; ++i) to[i] = Element::narrow(from[i] * inverse);
-    }
+    with_element(a.dtype, [&](auto element) {
+        using Element = decltype(element);
+        for (int row = 0; row < item.num_queries * group_size; ++row) {
+            const int64_t token = first_token + row / group_size;
+            const int64_t head = (int64_t)item.head * group_size + row % group_size;
+            auto* to = static_cast<typename Element::Value*>(a.out) + (token * a.num_heads + head) * a.head_dim;
+            const float* from = all.out + (int64_t)row * a.head_dim;
+            const float inverse = 1.0f / all.sum[row];
+            int i = 0;
+            for (; i + kWidth <= a.head_dim; i += kWidth) Element::store(to + i, load_floats(from + i) * inverse);
+            for (; i < a.head_dim; ++i) to[i] = Element::narrow(from[i] * inverse);
+        }
+    });
 }
 
 void clear(Part part, int num_tile_rows, int head_dim) {

@@ -1,8 +1,8 @@
-// Vectors of one instruction-set level, and the two kinds of elements that the kernels work on.
+// Vectors of one instruction-set level.
 //
 // level.cpp is compiled once for each level with that level's -m flags, so everything here is one source for all of
 // them: the vectors are GCC's and clang's own (vector_size), which become SSE2 or NEON, AVX2 or AVX-512 by the flags.
-// Only the bfloat16 dot product of AVX512_BF16 and a masked load have to be asked for by name.
+// Only what they have no word for is asked for by name.
 //
 // Nothing here may include a C++ standard header: an inline function of it that one level compiles with AVX-512 could
 // be the copy that the linker keeps for all of them. For the same reason everything lives in an unnamed namespace.
@@ -11,7 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -19,27 +19,16 @@
 
 namespace {
 
-// Accumulators of one tile of a product: rows x columns, in vectors. AVX-512 has 32 registers, the others count on 16;
-// without AVX512_BF16 a vector of bfloat16 pairs takes two.
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;  // lanes of a vector
-#if defined(__AVX512BF16__)
-constexpr int kMaxRows = 6;
-#else
-constexpr int kMaxRows = 4;
-#endif
-constexpr int kMaxColumns = 4;
 #elif defined(__AVX2__)
 constexpr int kWidth = 8;
-constexpr int kMaxRows = 4;
-constexpr int kMaxColumns = 2;
 #else
 constexpr int kWidth = 4;
-constexpr int kMaxRows = 4;
-constexpr int kMaxColumns = 2;
 #endif
 
 typedef float Floats __attribute__((vector_size(4 * kWidth)));
+typedef int32_t Integers __attribute__((vector_size(4 * kWidth)));
 typedef uint32_t Words __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
 
@@ -47,6 +36,9 @@ constexpr float kInfinity = __builtin_inff();
 
 ALWAYS_INLINE int least(int a, int b) { return a < b ? a : b; }
 ALWAYS_INLINE int round_up(int count, int unit) { return (count + unit - 1) / unit * unit; }
+ALWAYS_INLINE Floats broadcast(float value) { return Floats{} + value; }
+
+// The larger one in each lane; the second where one is NaN.
 ALWAYS_INLINE Floats larger_of(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -54,57 +46,72 @@ ALWAYS_INLINE Floats larger_of(Floats a, Floats b) {
     return a > b ? a : b;
 #endif
 }
-ALWAYS_INLINE Floats broadcast(float value) { return Floats{} + value; }
 
-ALWAYS_INLINE Words load_words(const void* from) {
-    Words words;
-    memcpy(&words, from, sizeof words);
-    return words;
-}
+// Anywhere in memory, whatever stands there.
+typedef Floats FloatsAnywhere __attribute__((aligned(1), may_alias));
+typedef Words WordsAnywhere __attribute__((aligned(1), may_alias));
+typedef Halves HalvesAnywhere __attribute__((aligned(1), may_alias));
+
+ALWAYS_INLINE Words load_words(const void* from) { return *static_cast<const WordsAnywhere*>(from); }
+ALWAYS_INLINE Halves load_halves(const void* from) { return *static_cast<const HalvesAnywhere*>(from); }
 
 // The first `lanes` of a vector; the rest are zero, and the memory behind them is not touched.
-ALWAYS_INLINE Words load_words(const void* from, int lanes) {
+ALWAYS_INLINE Words load_words(const uint32_t* from, int lanes) {
 #if defined(__AVX512F__)
     return (Words)_mm512_maskz_loadu_epi32((__mmask16)((1u << lanes) - 1), from);
 #else
     Words words = {};
-    for (int lane = 0; lane < lanes; ++lane) words[lane] = static_cast<const uint32_t*>(from)[lane];
+    for (int lane = 0; lane < lanes; ++lane) words[lane] = from[lane];
     return words;
 #endif
 }
 
+ALWAYS_INLINE Halves load_halves(const uint16_t* from, int lanes) {
+#if defined(__AVX512F__)
+    return (Halves)_mm256_maskz_loadu_epi16((__mmask16)((1u << lanes) - 1), from);
+#else
+    Halves halves = {};
+    for (int lane = 0; lane < lanes; ++lane) halves[lane] = from[lane];
+    return halves;
+#endif
+}
+
 ALWAYS_INLINE Floats load_floats(const float* from) { return (Floats)load_words(from); }
-ALWAYS_INLINE void store_floats(float* to, Floats value) { memcpy(to, &value, sizeof value); }
+ALWAYS_INLINE void store_floats(float* to, Floats value) { *(FloatsAnywhere*)to = value; }
+ALWAYS_INLINE void store_halves(uint16_t* to, Halves value) { *(HalvesAnywhere*)to = value; }
 
 ALWAYS_INLINE void store_floats(float* to, Floats value, int lanes) {
     if (lanes == kWidth) return store_floats(to, value);
     for (int lane = 0; lane < lanes; ++lane) to[lane] = value[lane];
 }
 
-// e^x with an error of some 1e-7 of it: x = n ln 2 + r, a polynomial in r, and n added to the exponent (Cody & Waite
-// 1980). Below -87 it gives e^-87, which is as good as nothing; NaN stays NaN, and 0 gives exactly 1.
-ALWAYS_INLINE Floats exponential(Floats x) {
+// 2^x with an error of some 2e-7 of it: x = n + r, a polynomial in r on [-1/2, 1/2], and n added to the exponent (Cody
+// & Waite 1980). Below -126 it gives 2^-126, which is as good as nothing; NaN stays NaN, and 0 gives exactly 1.
+ALWAYS_INLINE Floats power_of_two(Floats x) {
+    x = larger_of(broadcast(-126.0f), x);
 #if defined(__AVX512F__)
-    x = (Floats)_mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x);  // of a NaN and a number, these give the second
-    x = (Floats)_mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)x);
+    const Floats n = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    x = x < -87.0f ? broadcast(-87.0f) : x;
-    x = x > 88.0f ? broadcast(88.0f) : x;
-#endif
+    x = x > 127.0f ? broadcast(127.0f) : x;
     const Floats rounder = broadcast(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded to an integer
-    const Floats shifted = x * 1.44269504f + rounder;
+    const Floats shifted = x + rounder;
     const Floats n = shifted - rounder;
-    const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Floats y = broadcast(1.9875691500e-4f);  // Cephes' expf
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    const Words scale = (((Words)shifted - 0x4B400000u) + 127u) << 23;
-    return y * (Floats)scale;
+#endif
+    const Floats r = x - n;
+    Floats y = broadcast(1.3264727313e-3f);  // of least relative error, with a constant term of 1
+    y = y * r + 9.6715129912e-3f;
+    y = y * r + 5.5507335812e-2f;
+    y = y * r + 2.4022242427e-1f;
+    y = y * r + 6.9314700365e-1f;
+    y = y * r + 1.0f;
+#if defined(__AVX512F__)
+    return (Floats)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
+    return y * (Floats)(((Words)shifted << 23) + 0x3F800000u);
+#endif
 }
+
+constexpr float kLog2E = 1.44269504f;
 
 ALWAYS_INLINE float sum_of(Floats x) {
 #if defined(__AVX512F__)
@@ -128,89 +135,5 @@ ALWAYS_INLINE float largest_of(Floats x) {
     return most;
 #endif
 }
-
-// A unit is what a dot product takes in at once: one float32, or two neighbouring bfloat16. It has 32 bits in either
-// case, so a row of units is an array of uint32.
-struct Float32 {
-    using Value = float;
-    static constexpr int kPerUnit = 1;
-
-    struct Loaded {
-        Floats values;
-    };
-    static ALWAYS_INLINE Loaded unpack(Words words) { return {(Floats)words}; }
-    static ALWAYS_INLINE Loaded unpack_first(Words words) { return unpack(words); }
-    static ALWAYS_INLINE Floats multiply_add(Floats sum, Loaded b, uint32_t a) {
-        float value;
-        memcpy(&value, &a, sizeof value);
-        return sum + b.values * value;
-    }
-
-    static ALWAYS_INLINE Floats load(const Value* from) { return load_floats(from); }
-    static ALWAYS_INLINE void store(Value* to, Floats x) { store_floats(to, x); }
-    static ALWAYS_INLINE float widen(Value x) { return x; }
-    static ALWAYS_INLINE Value narrow(float x) { return x; }
-    static ALWAYS_INLINE Floats rounded(Floats x) { return x; }
-};
-
-struct Bfloat16 {
-    using Value = uint16_t;
-    static constexpr int kPerUnit = 2;
-
-#if defined(__AVX512BF16__)
-    struct Loaded {
-        Words words;
-    };
-    static ALWAYS_INLINE Loaded unpack(Words words) { return {words}; }
-    static ALWAYS_INLINE Floats multiply_add(Floats sum, Loaded b, uint32_t a) {
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b.words, (__m512bh)_mm512_set1_epi32((int)a));
-    }
-#else
-    struct Loaded {
-        Floats first, second;
-    };
-    static ALWAYS_INLINE Loaded unpack(Words words) { return {(Floats)(words << 16), (Floats)(words & 0xFFFF0000u)}; }
-    static ALWAYS_INLINE Floats multiply_add(Floats sum, Loaded b, uint32_t a) {
-        const uint32_t bits[2] = {a << 16, a & 0xFFFF0000u};
-        float values[2];
-        memcpy(values, bits, sizeof values);
-        return sum + b.second * values[1] + b.first * values[0];
-    }
-#endif
-    // Of a pair whose second half was never written: it counts as zero, whatever bits stand there.
-    static ALWAYS_INLINE Loaded unpack_first(Words words) { return unpack(words & 0xFFFFu); }
-
-    static ALWAYS_INLINE Floats load(const Value* from) {
-        Halves halves;
-        memcpy(&halves, from, sizeof halves);
-        return (Floats)(__builtin_convertvector(halves, Words) << 16);
-    }
-    // To the nearest, ties to even; a NaN stays one.
-    static ALWAYS_INLINE Words bits(Floats x) {
-        const Words words = (Words)x;
-        const Words nearest = (words + 0x7FFFu + ((words >> 16) & 1u)) >> 16;
-        return x == x ? nearest : Words{} + 0x7FC0u;
-    }
-    static ALWAYS_INLINE void store(Value* to, Floats x) {
-#if defined(__AVX512BF16__)
-        const __m256bh halves = _mm512_cvtneps_pbh((__m512)x);
-#else
-        const Halves halves = __builtin_convertvector(bits(x), Halves);
-#endif
-        memcpy(to, &halves, sizeof halves);
-    }
-    static ALWAYS_INLINE float widen(Value x) {
-        const uint32_t word = (uint32_t)x << 16;
-        float value;
-        memcpy(&value, &word, sizeof value);
-        return value;
-    }
-    static ALWAYS_INLINE Value narrow(float x) {
-        uint32_t word;
-        memcpy(&word, &x, sizeof word);
-        return x == x ? (Value)((word + 0x7FFFu + ((word >> 16) & 1u)) >> 16) : (Value)0x7FC0u;
-    }
-    static ALWAYS_INLINE Floats rounded(Floats x) { return (Floats)(bits(x) << 16); }
-};
 
 }  // namespace

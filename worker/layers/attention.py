@@ -1,9 +1,10 @@
 """Paged attention as a layer: the step's indices, the cache write and the attention itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kernels.batch_bounds import BatchBounds
 from kernels.choice import Operations
 
 
@@ -16,12 +17,14 @@ class AttentionMetadata:
         block_tables: [num_rows, max_blocks] int32; entries behind a row's last block are any valid block.
         query_starts: [num_rows + 1] int32, the first token of each row, and num_tokens.
         context_lengths: [num_rows] int32, tokens of each row with those of this step.
+        bounds: what the host knows of the rows, so that no kernel's launch waits to be told by the device.
     """
 
     slot_mapping: Tensor
     block_tables: Tensor
     query_starts: Tensor
     context_lengths: Tensor
+    bounds: BatchBounds = field(default_factory=BatchBounds)
 
 
 def attend_rotated(
@@ -92,4 +95,4 @@ def _attend_cached(
     softcap: float | None,
 ) -> Tensor:
     places = (metadata.block_tables, metadata.query_starts, metadata.context_lengths)
-    return operations.paged_attention(q, *layer_cache, *places, scale, window, softcap)
+    return operations.paged_attention(q, *layer_cache, *places, scale, window, softcap, metadata.bounds)

@@ -11,8 +11,8 @@ that imports transformers, which takes seconds.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
-from kernels.choice import Operations, choose
+from kernels.choice import Operations
 from worker.checkpoint import ModelError, UnsupportedModel
 from worker.layers.attention import AttentionMetadata, attend
+from worker.layers.linear import Linear
 
 _ATTENTION = "pagewire"
 # Relative error of the logits, as vectors, at which a model has proved itself; that of other models is near one.
@@ -77,6 +78,7 @@ class _Step:
     """What one forward pass attends with; and, for the proof, what each layer asked for.
 
     Attributes:
+        dtype: of the model; queries and keys that a layer has turned in another one are attended with in this.
         windows: (layer, window) of each call.
     """
 
@@ -84,6 +86,7 @@ class _Step:
     layer_caches: Sequence[tuple[Tensor, Tensor]]
     metadata: AttentionMetadata
     context_length: int
+    dtype: torch.dtype
     windows: list[tuple[int, int | None]] = field(default_factory=list)
 
 
@@ -123,8 +126,9 @@ def _paged_attention(
     window = sliding_window if sliding_window and sliding_window < pagewire_step.context_length else None
     pagewire_step.windows.append((layer, window))
     layer_cache = pagewire_step.layer_caches[layer]
-    dtype = layer_cache[0].dtype
-    q, k, v = (heads[0].transpose(0, 1).to(dtype).contiguous() for heads in (query, key, value))  # [T, H, D]
+    q, k, v = (
+        heads[0].transpose(0, 1).to(pagewire_step.dtype).contiguous() for heads in (query, key, value)
+    )  # [T, H, D]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     attended = attend(pagewire_step.operations, q, k, v, layer_cache, pagewire_step.metadata, scale, window, softcap)
     return attended[None].to(query.dtype), None
@@ -144,6 +148,22 @@ def _check_plain(
 
 
 AttentionInterface.register(_ATTENTION, _paged_attention)
+
+
+class _Packed(nn.Module):
+    """In the place of an nn.Linear: the same product, by a weight in the layout that the device multiplies fastest."""
+
+    def __init__(self, product: Linear) -> None:
+        super().__init__()
+        self._product = product
+
+    @property
+    def weight(self) -> Tensor:
+        """For layers that ask for its dtype."""
+        return self._product.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
 class _Given(nn.Module):
@@ -169,6 +189,7 @@ class GenericForCausalLM:
         self.config = numbers
         self.operations = operations
         self._whole, self._layers = whole, layers
+        self._dtype = whole.dtype
         setattr(whole, whole.base_model_prefix, _Given())
 
     @property
@@ -184,9 +205,11 @@ class GenericForCausalLM:
         metadata: AttentionMetadata,
     ) -> Tensor:
         """See `worker.models.model.Model`."""
-        return self.run(
-            token_ids, positions, _Step(self.operations, layer_caches, metadata, self.config.context_length)
-        )
+        return self.run(token_ids, positions, self.step(layer_caches, metadata))
+
+    def step(self, layer_caches: Sequence[tuple[Tensor, Tensor]], metadata: AttentionMetadata) -> _Step:
+        """What a forward pass on these caches attends with."""
+        return _Step(self.operations, layer_caches, metadata, self.config.context_length, self._dtype)
 
     def run(self, token_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
         """The same, by a step that the caller has made."""
@@ -204,16 +227,22 @@ class GenericForCausalLM:
 
 
 def load_generic(
-    directory: Path, dtype: torch.dtype, device: torch.device, *, block_size: int, context_length: int | None
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    choose_operations: Callable[[int], Operations],
+    context_length: int | None,
+    cache_dtype: torch.dtype,
 ) -> GenericForCausalLM:
     """The model in `directory`, once it has proved itself.
 
     Args:
         directory: of the checkpoint.
-        dtype: of weights and KV cache.
-        device: where both are to be.
-        block_size: tokens of a block of the cache that the model will be run on.
+        dtype: of the weights.
+        device: where they and the KV cache are to be.
+        choose_operations: those for heads of so many values.
         context_length: the longest context to be served; None: as long as the model was made for.
+        cache_dtype: of the KV cache.
 
     Raises:
         UnsupportedModel: transformers does not know it, or it is more than attention on a paged cache.
@@ -225,8 +254,9 @@ def load_generic(
     whole = _load(directory, config, dtype)
     whole.to(device).eval()  # type: ignore[arg-type]
     _fix_rotation(whole, numbers.context_length)
-    operations = choose(device, dtype, head_dim=numbers.head_dim, block_size=block_size)
-    return _prove(whole, numbers, operations, dtype, device)
+    # What its own layers do beside can not be known: they may look at what is on the device.
+    operations = replace(choose_operations(numbers.head_dim), recordable=False)
+    return _prove(whole, numbers, operations, cache_dtype, device)
 
 
 def _read_config(directory: Path) -> PreTrainedConfig:
@@ -302,11 +332,44 @@ def _fix_rotation(whole: nn.Module, context_length: int) -> None:
             module.rope_type = by_layer[None]
 
 
+def _settle(whole: nn.Module) -> None:
+    """Packs the weight of every nn.Linear where that pays, and copies all others out of the checkpoint's files.
+
+    transformers leaves weights on the CPU where the files are mapped, and a mapping counts as our memory as long as one
+    tensor is in it. One weight after the other, so that a model is in memory once, and a file twice.
+    """
+    places = [(parent, name) for parent in whole.modules() for name, _ in parent.named_children()]
+    for parent, name in places:
+        child = getattr(parent, name)
+        # Not of the classes that are made from nn.Linear: their forward is their own.
+        packed = _pack(child) if type(child) is nn.Linear else None
+        if packed is not None:
+            setattr(parent, name, packed)
+            continue
+        for parameter in child.parameters(recurse=False):
+            if parameter.device.type == "cpu":
+                parameter.data = parameter.data.clone()
+
+
+def _pack(plain: nn.Linear) -> _Packed | None:
+    """The same product by a packed weight; None where it does not pay."""
+    weight, bias = plain.weight.data, None if plain.bias is None else plain.bias.data.clone()
+    outputs = {"": plain.out_features}
+    product = Linear(plain.in_features, outputs, bias=bias is not None, dtype=weight.dtype, device=weight.device)
+    product.weight, product.bias = weight, bias
+    product.pack()
+    return _Packed(product) if product.weight.is_mkldnn else None
+
+
 @torch.inference_mode()
 def _prove(
-    whole: PreTrainedModel, numbers: GenericNumbers, operations: Operations, dtype: torch.dtype, device: torch.device
+    whole: PreTrainedModel,
+    numbers: GenericNumbers,
+    operations: Operations,
+    cache_dtype: torch.dtype,
+    device: torch.device,
 ) -> GenericForCausalLM:
-    """The model, whose logits on the paged cache are those of eager attention.
+    """The model, packed, whose logits on the paged cache are those of eager attention with plain weights.
 
     Raises:
         UnsupportedModel: they are not, or something on the way is not as it has to be.
@@ -320,12 +383,14 @@ def _prove(
         context_lengths=torch.tensor([3, 2], dtype=torch.int32, device=device),
     )
     shape = (numbers.num_layers, 2, 2, 4, numbers.num_kv_heads, numbers.head_dim)
-    layer_caches = [(layer[0], layer[1]) for layer in torch.zeros(shape, dtype=dtype, device=device)]
-    step = _Step(operations, layer_caches, metadata, numbers.context_length)
+    layer_caches = [(layer[0], layer[1]) for layer in torch.zeros(shape, dtype=cache_dtype, device=device)]
+    tolerance = max(_TOLERANCES[whole.dtype], _TOLERANCES[cache_dtype])
     try:
         expected = torch.cat([whole(part[None], use_cache=False).logits[0] for part in tokens.split([3, 2])]).float()
+        _settle(whole)
         whole.set_attn_implementation(_ATTENTION)
         model = GenericForCausalLM(whole, whole.base_model, numbers, operations)
+        step = model.step(layer_caches, metadata)
         found = model.head(model.run(tokens, positions, step))
     except UnsupportedModel:
         raise
@@ -333,7 +398,7 @@ def _prove(
         raise UnsupportedModel(f"it fails on the paged cache: {_first_line(error)}") from error
     _check_calls(whole.config.get_text_config(), numbers, step.windows)
     error_share = ((found - expected).norm() / expected.norm()).item()
-    if not error_share < _TOLERANCES[dtype]:
+    if not error_share < tolerance:
         raise UnsupportedModel(f"its logits on the paged cache are off by {error_share:.1%} from eager attention's")
     return model
 

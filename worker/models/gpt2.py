@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
 
 from kernels.choice import Operations
 from worker.checkpoint import UnsupportedModel
@@ -186,7 +185,7 @@ class Block:
     def __call__(self, x: Tensor, layer_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         """Like `x`, [num_tokens, hidden_size]."""
         x = x + self._attend(self.attention_norm(x), layer_cache, metadata)
-        return x + self.down(gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+        return x + self.down(self._operations.gelu(self.up(self.mlp_norm(x)), "tanh"))
 
     def _attend(self, x: Tensor, layer_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         heads = self.qkv(x).view(x.shape[0], 3, self._num_heads, -1)  # [T, 3, H, D]

@@ -74,16 +74,20 @@ def load_model(
     *,
     block_size: int = 16,
     context_length: int | None = None,
+    cache_dtype: torch.dtype | None = None,
+    wrap: Callable[[Operations], Operations] | None = None,
 ) -> Model:
     """The model of a checkpoint with its weights; the log says by which path, and why.
 
     Args:
         directory: of the checkpoint.
         config: its config.json.
-        dtype: of weights and KV cache.
-        device: where both are to be.
+        dtype: of the weights.
+        device: where they and the KV cache are to be.
         block_size: tokens of a block of the cache that the model will be run on.
         context_length: the longest context to be served; None: as long as the model was made for.
+        cache_dtype: of the cache; None: as the weights.
+        wrap: given the operations that were chosen, what the model is to be built on; None: just these.
 
     Raises:
         UnsupportedModel: neither path runs it; the message names what is supported.
@@ -91,6 +95,11 @@ def load_model(
     """
     if config.get("quantization_config"):
         raise UnsupportedModel("quantized checkpoints are not supported yet")
+
+    def choose_operations(head_dim: int) -> Operations:
+        chosen = choose(device, dtype, head_dim=head_dim, block_size=block_size, cache_dtype=cache_dtype)
+        return chosen if wrap is None else wrap(chosen)
+
     name = (config.get("architectures") or ["no architecture"])[0]
     architecture = ARCHITECTURES.get(name)
     if architecture is None:
@@ -104,7 +113,7 @@ def load_model(
             reason = f"our {name} can not: {problem}"
         else:
             log.info("model path: our own, since %s is one of ours", name)
-            return _fill(architecture, numbers, directory, dtype, device, block_size)
+            return _fill(architecture, numbers, directory, dtype, device, choose_operations(numbers.head_dim))
     log.warning("model path: transformers' layers on the paged cache, slower than our own, since %s", reason)
     # Imported here and nowhere else: it takes seconds, and a worker of our own models does not need it installed.
     try:
@@ -115,7 +124,7 @@ def load_model(
             f"{reason}, and transformers, which may know it, is missing ({hint}): {error}"
         ) from error
     try:
-        return load_generic(directory, dtype, device, block_size=block_size, context_length=context_length)
+        return load_generic(directory, dtype, device, choose_operations, context_length, cache_dtype or dtype)
     except UnsupportedModel as problem:
         raise UnsupportedModel(f"{reason}, and transformers can not run it on the paged cache: {problem}") from problem
 
@@ -126,9 +135,8 @@ def _fill(
     directory: Path,
     dtype: torch.dtype,
     device: torch.device,
-    block_size: int,
+    operations: Operations,
 ) -> OurModel:
-    operations: Operations = choose(device, dtype, head_dim=numbers.head_dim, block_size=block_size)
     model = architecture.model(numbers, operations=operations, dtype=dtype, device=device)
     load_weights(directory, model.checkpoint_tensors(), model.leaves_out, model.checkpoint_name)
     model.pack()

@@ -1,0 +1,101 @@
+// How values of the cache meet what stands on their left in attention's two products: queries, or probabilities.
+//
+// A unit is what one step of a dot product takes in of each column: 2 neighbouring bfloat16, or 1 value of another kind.
+// The cache's layout is made of units (multiply.hpp). Each of these structs says what a unit is to it, how a vector of
+// units is loaded, and how it is multiplied with the left side's values for that unit, which are of the kind `Left`.
+#pragma once
+
+#include "elements.hpp"
+
+namespace {
+
+// Accumulators of one tile of a product are rows x columns, in vectors. AVX-512 has 32 registers, the others count on
+// 16, and a vector of pairs that is taken apart takes two.
+#if defined(__AVX512F__)
+constexpr int kMostRows = 6;
+constexpr int kMostColumns = 4;
+#else
+constexpr int kMostRows = 4;
+constexpr int kMostColumns = 2;
+#endif
+
+// What products by vectors have in common; see InTiles in multiply_tiles.hpp for the other kind.
+template <int kValues>
+struct ByVectors {
+    static constexpr int kPerUnit = kValues;
+    static constexpr int kChunk = kWidth;  // tokens of K that are multiplied together
+    static constexpr int kRowStep = 1;     // rows of the left side that are read at once, filled or not
+
+    // What P is to be filled up to, with zeros.
+    static int value_tokens(int) { return kPerUnit; }
+    void begin(int) {}
+    void end() {}
+};
+
+template <class Cache>
+struct InFloat32;
+
+template <>
+struct InFloat32<Float32> : ByVectors<1> {
+    using Left = Float32;
+    using Unit = uint32_t;
+    using Loaded = Floats;
+    static constexpr int kRows = kMostRows;
+
+    static ALWAYS_INLINE Loaded load(const Unit* from) { return (Floats)load_words(from); }
+    static ALWAYS_INLINE Loaded load(const Unit* from, int lanes) { return (Floats)load_words(from, lanes); }
+    static ALWAYS_INLINE Floats multiply_add(Floats sum, Loaded b, const float* a) { return sum + b * a[0]; }
+};
+
+template <>
+struct InFloat32<Float16> : ByVectors<1> {
+    using Left = Float32;
+    using Unit = uint16_t;
+    using Loaded = Floats;
+    static constexpr int kRows = kMostRows;
+
+    static ALWAYS_INLINE Loaded load(const Unit* from) { return Float16::widen(load_halves(from)); }
+    static ALWAYS_INLINE Loaded load(const Unit* from, int lanes) { return Float16::widen(load_halves(from, lanes)); }
+    static ALWAYS_INLINE Floats multiply_add(Floats sum, Loaded b, const float* a) { return sum + b * a[0]; }
+};
+
+template <>
+struct InFloat32<Bfloat16> : ByVectors<2> {
+    using Left = Float32;
+    using Unit = uint32_t;
+    struct Loaded {
+        Floats first, second;
+    };
+    static constexpr int kRows = 4;
+
+    static ALWAYS_INLINE Loaded take_apart(Words words) {
+        return {(Floats)(words << 16), (Floats)(words & 0xFFFF0000u)};
+    }
+    static ALWAYS_INLINE Loaded load(const Unit* from) { return take_apart(load_words(from)); }
+    static ALWAYS_INLINE Loaded load(const Unit* from, int lanes) { return take_apart(load_words(from, lanes)); }
+    static ALWAYS_INLINE Loaded first_only(Loaded pairs) { return {pairs.first, Floats{}}; }
+    static ALWAYS_INLINE Floats multiply_add(Floats sum, Loaded b, const float* a) {
+        return sum + b.second * a[1] + b.first * a[0];
+    }
+};
+
+#if defined(__AVX512BF16__)
+// Both sides in bfloat16, by the instruction made for it.
+struct InBfloat16 : ByVectors<2> {
+    using Left = Bfloat16;
+    using Unit = uint32_t;
+    using Loaded = Words;
+    static constexpr int kRows = kMostRows;
+
+    static ALWAYS_INLINE Loaded load(const Unit* from) { return load_words(from); }
+    static ALWAYS_INLINE Loaded load(const Unit* from, int lanes) { return load_words(from, lanes); }
+    static ALWAYS_INLINE Loaded first_only(Loaded pairs) { return pairs & 0xFFFFu; }
+    static ALWAYS_INLINE Floats multiply_add(Floats sum, Loaded b, const uint16_t* a) {
+        int32_t pair;
+        memcpy(&pair, a, sizeof pair);
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)_mm512_set1_epi32(pair));
+    }
+};
+#endif
+
+}  // namespace

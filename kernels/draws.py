@@ -1,0 +1,212 @@
+"""`sample_tokens` by torch: the twin of `kernels.sampling`, and what samples on CPUs.
+
+A draw is the argmax of scaled logits plus Gumbel noise (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030), and the
+noise is counter-based (`kernels.philox`): a token depends on its logits and (seed, sequence index, position) alone.
+
+Top-k, top-p and min-p each keep a head of the tokens ordered by logit, so each is a threshold; a token that ties with
+the last one kept is kept too. Typical sampling keeps a head of what they leave, ordered by how far a token's
+information content is from the expected one (Meister et al. 2022, arXiv:2202.00666), again with ties. Both heads are
+looked for among a few of the best first, since they mostly end there. Where to look further is asked of the values, so
+on a GPU this waits for the device; that is what `kernels.sampling` is for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.forms import check_sampling
+from kernels.philox import gumbel_noise, gumbel_noise_of_all
+
+# Most nuclei are smaller than this. A row whose nucleus is not is looked at again, among so many times more tokens.
+_NUM_CANDIDATES = 256
+_WIDENING = 16
+# Rows whose noise over the whole vocabulary is made at once, so that the intermediate words stay in the CPU's cache.
+_ROWS_AT_ONCE = 4
+
+
+def sample_tokens(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    sequence_indexes: Tensor,
+    filters: tuple[Tensor, ...] | None = None,
+) -> Tensor:
+    """One token id for each row: the best one, or one drawn from what the filters keep.
+
+    A row with a NaN or an infinity gets some id of the vocabulary; whether there is one, its logsumexp tells.
+
+    Args:
+        logits: [num_rows, vocabulary_size] float32; rows may be strided. -inf forbids a token.
+        temperatures: [num_rows] float32; 0 takes the best token, the first of those that tie.
+        seeds: [num_rows] int64, the bits of an unsigned 64-bit number.
+        positions: [num_rows] int64, of the token to be drawn.
+        sequence_indexes: [num_rows] int64.
+        filters: top_k [num_rows] int64, the vocabulary's size where it cuts nothing; top_p, min_p and typical_p,
+            [num_rows] float32 each, 1, 0 and 1 where they cut nothing. A token that ties with the last one kept is
+            kept. None when no row has any.
+
+    Returns:
+        [num_rows] int64.
+    """
+    names = (seeds, positions, sequence_indexes)
+    check_sampling(logits, temperatures, names, filters)
+    token_ids = logits.argmax(-1)  # of the drawn rows too: picking the greedy ones out would cost as much
+    drawn = temperatures > 0
+    kinds: list[tuple[Tensor, Callable[[_Rows], Tensor]]] = [(drawn, _draw)]
+    if filters is not None:
+        top_k, top_p, min_p, typical_p = filters
+        typical = drawn & (typical_p < 1)
+        headed = drawn & ~typical & _is_headed(top_k, top_p, min_p, logits.shape[1])
+        kinds = [(drawn & ~typical & ~headed, _draw), (headed, _draw_from_head), (typical, _draw_typical)]
+    for of_kind, draw in kinds:
+        rows = of_kind.nonzero().squeeze(-1)
+        if len(rows) > 0:
+            token_ids[rows] = draw(_Rows.of(rows, logits, temperatures, names, filters))
+    return token_ids
+
+
+def _is_headed(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocabulary_size: int) -> Tensor:
+    """Which rows have a head cut off: like the arguments, bool."""
+    return (top_k < vocabulary_size) | (top_p < 1) | (min_p > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows that are drawn alike.
+
+    Attributes:
+        scaled: [R, V] logits over the temperature, after the best became 0: the other way round, the smallest
+            temperatures would make infinities of them.
+        names: seeds, positions and sequence indexes, [R] each, as the noise takes them.
+        filters: top_k, top_p, min_p and typical_p, [R, 1] each; empty where they are not asked for.
+    """
+
+    scaled: Tensor
+    names: tuple[Tensor, ...]
+    filters: tuple[Tensor, ...]
+
+    @classmethod
+    def of(
+        cls,
+        rows: Tensor,
+        logits: Tensor,
+        temperatures: Tensor,
+        names: tuple[Tensor, ...],
+        filters: tuple[Tensor, ...] | None,
+    ) -> "_Rows":
+        """Those of `rows`, [R] int64, of the arguments of `sample_tokens`."""
+        scaled = logits[rows]
+        scaled.sub_(scaled.amax(-1, keepdim=True)).div_(temperatures[rows, None])
+        return cls(scaled, tuple(name[rows] for name in names), tuple(column[rows, None] for column in filters or ()))
+
+    def __getitem__(self, rows: Tensor | slice) -> "_Rows":
+        names, filters = tuple(name[rows] for name in self.names), tuple(column[rows] for column in self.filters)
+        return _Rows(self.scaled[rows], names, filters)
+
+
+def _draw(rows: _Rows) -> Tensor:
+    """Token ids, [R] int64, drawn from the whole vocabulary."""
+    num_rows, vocabulary_size = rows.scaled.shape
+    drawn = []
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        part = rows[start : start + _ROWS_AT_ONCE]
+        drawn.append(gumbel_noise_of_all(vocabulary_size, *part.names).add_(part.scaled).argmax(-1))
+    return torch.cat(drawn)
+
+
+def _draw_from_head(rows: _Rows, num_candidates: int = _NUM_CANDIDATES) -> Tensor:
+    """Token ids, [R] int64, drawn from what top-k, top-p and min-p keep, looked for among `num_candidates` first."""
+    values, ids = rows.scaled.topk(min(num_candidates, rows.scaled.shape[1]))  # [R, C], best first
+    thresholds = _thresholds(rows, values)
+    kept = values.masked_fill(values < thresholds, -torch.inf)
+    choices = gumbel_noise(ids, *rows.names).add_(kept).argmax(-1, keepdim=True)
+    token_ids = ids.gather(-1, choices).squeeze(-1)
+    overflowing = _overflowing(values, thresholds, rows.scaled.shape[1])
+    if len(overflowing) > 0:
+        token_ids[overflowing] = _draw_from_head(rows[overflowing], num_candidates * _WIDENING)
+    return token_ids
+
+
+def _draw_typical(rows: _Rows) -> Tensor:
+    """Token ids, [R] int64, drawn from the locally typical ones among what the other filters keep.
+
+    The information content of a token is log(sum of all exp(scaled)) - scaled, and the expected one is the same with
+    the expected scaled logit; so how far the two are apart is how far a scaled logit is from the expected one.
+    """
+    scaled = rows.scaled
+    top_k, top_p, min_p, shares = rows.filters
+    headed = _is_headed(top_k, top_p, min_p, scaled.shape[1]).squeeze(-1).nonzero().squeeze(-1)
+    if len(headed) > 0:
+        heads = scaled[headed]
+        scaled[headed] = heads.masked_fill_(heads < _head_thresholds(rows[headed]), -torch.inf)
+    masses = scaled.softmax(-1)
+    expected = (masses * scaled).nansum(-1, keepdim=True)  # 0 * -inf, of a token that was cut, is no summand
+    distances = (scaled - expected).abs_()
+    scaled.masked_fill_(distances > _typical_thresholds(distances, masses, shares), -torch.inf)
+    return _draw(rows)
+
+
+def _head_thresholds(rows: _Rows, num_candidates: int = _NUM_CANDIDATES) -> Tensor:
+    """`_thresholds`, looked for as far down as it takes: [R, 1]."""
+    values = rows.scaled.topk(min(num_candidates, rows.scaled.shape[1])).values
+    thresholds = _thresholds(rows, values)
+    overflowing = _overflowing(values, thresholds, rows.scaled.shape[1])
+    if len(overflowing) > 0:
+        thresholds[overflowing] = _head_thresholds(rows[overflowing], num_candidates * _WIDENING)
+    return thresholds
+
+
+def _overflowing(values: Tensor, thresholds: Tensor, vocabulary_size: int) -> Tensor:
+    """The rows, [n] int64, whose last candidate is kept, so that tokens beyond it may have to be kept as well."""
+    if values.shape[1] == vocabulary_size:
+        return torch.empty(0, dtype=torch.int64)
+    return (values[:, -1:] >= thresholds).squeeze(-1).nonzero().squeeze(-1)
+
+
+def _typical_thresholds(
+    distances: Tensor, masses: Tensor, shares: Tensor, num_candidates: int = _NUM_CANDIDATES
+) -> Tensor:
+    """The greatest distance within which the nearest tokens reach each row's share of the mass, [R, 1].
+
+    Args:
+        distances: [R, V].
+        masses: [R, V], each row's sum 1.
+        shares: [R, 1].
+        num_candidates: of the nearest, looked at first.
+    """
+    num_candidates = min(num_candidates, distances.shape[1])
+    nearest, ids = distances.topk(num_candidates, largest=False)  # [R, C], nearest first
+    last = (masses.gather(-1, ids).cumsum(-1) < shares).sum(-1, keepdim=True)
+    thresholds = nearest.gather(-1, last.clamp(max=num_candidates - 1))
+    if num_candidates < distances.shape[1]:
+        overflowing = (last == num_candidates).squeeze(-1).nonzero().squeeze(-1)
+        if len(overflowing) > 0:
+            thresholds[overflowing] = _typical_thresholds(
+                distances[overflowing], masses[overflowing], shares[overflowing], num_candidates * _WIDENING
+            )
+    return thresholds
+
+
+def _thresholds(rows: _Rows, values: Tensor) -> Tensor:
+    """The least scaled logit that each row's top-k, top-p and min-p keep, [R, 1].
+
+    Args:
+        rows: of which.
+        values: [R, C], their C best scaled logits, best first. A threshold beyond them comes out as the last of them.
+    """
+    top_k, top_p, min_p, _ = rows.filters
+    num_candidates = values.shape[1]
+    cut = top_k < rows.scaled.shape[1]
+    least_of_k = values.gather(-1, (top_k - 1).clamp(max=num_candidates - 1)).masked_fill_(~cut, -torch.inf)
+
+    # Top-p is a share of the mass that top-k left, ties with its last token included.
+    masses = values.exp().masked_fill_(values < least_of_k, 0)
+    total = torch.where(cut, masses.sum(-1, keepdim=True), rows.scaled.exp().sum(-1, keepdim=True))
+    last = (masses.cumsum(-1) < top_p * total).sum(-1, keepdim=True).clamp_(max=num_candidates - 1)
+    least_of_p = values.gather(-1, last).masked_fill_(top_p >= 1, -torch.inf)
+
+    # Min-p is a share of the best token's probability, whose scaled logit is 0.
+    return least_of_k.maximum(least_of_p).maximum(min_p.log())

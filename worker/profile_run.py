@@ -1,0 +1,156 @@
+"""Steps of made-up prompts: to warm a worker up with, and to see what the largest ones take of a GPU's memory."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from protos.columns import pack
+from protos.sampling_pb2 import Sampling
+from protos.worker_pb2 import ExecuteModelRequest, NewRequest
+from worker.cache_engine import CacheEngine, CacheShape
+from worker.cache_size import PROFILED_SAMPLES, Profile
+from worker.decode_graphs import Recorder
+from worker.model_runner import ModelRunner
+from worker.models.model import Model
+
+# What takes most memory of a sampler: a filter that sorts, and log-probabilities beside the tokens' own.
+_HUNGRY = Sampling(temperature=1, top_p=0.9, typical_p=0.9, num_top_logprobs=1)
+
+
+class DeviceMemory(Protocol):
+    """A device's memory."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the device."""
+
+    def taken_bytes(self) -> int:
+        """What all processes have taken of it, but for what torch has put aside and does not use."""
+
+    def mark(self) -> None:
+        """Where `peak_bytes` counts from."""
+
+    def peak_bytes(self) -> int:
+        """The most that tensors have taken since `mark`, beyond what they took then."""
+
+
+class CudaMemory:
+    """A GPU's.
+
+    Args:
+        device: whose memory it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marked_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """See `DeviceMemory`."""
+        return int(torch.cuda.mem_get_info(self._device)[1])
+
+    def taken_bytes(self) -> int:
+        """See `DeviceMemory`."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        return int(total_bytes - free_bytes)
+
+    def mark(self) -> None:
+        """See `DeviceMemory`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._marked_bytes = torch.cuda.memory_allocated(self._device)
+
+    def peak_bytes(self) -> int:
+        """See `DeviceMemory`."""
+        return torch.cuda.max_memory_allocated(self._device) - self._marked_bytes
+
+
+def profile(
+    model: Model,
+    shape: CacheShape,
+    *,
+    max_num_batched_tokens: int,
+    context_length: int,
+    device: torch.device,
+    memory: DeviceMemory,
+    record: Recorder | None,
+) -> Profile:
+    """What is taken of a device's memory when its largest steps have been run, on a cache no larger than they need.
+
+    These are two: the longest prompt, all of whose log-probabilities are asked for; and as many samples as there may
+    be. Nothing else takes as much at once.
+
+    Args:
+        model: that has its weights.
+        shape: of a block.
+        max_num_batched_tokens: most tokens of a step.
+        context_length: most tokens of a sequence.
+        device: of the model.
+        memory: the device's.
+        record: makes graphs of decode steps; None where there are to be none.
+    """
+    longest = min(context_length, max_num_batched_tokens)
+    num_blocks = -(-longest // shape.block_size)
+    runner = ModelRunner(
+        model,
+        CacheEngine(shape, num_blocks, 0, device, model.operations),
+        max_num_batched_tokens=max_num_batched_tokens,
+        context_length=context_length,
+        device=device,
+    )
+    memory.taken_bytes()  # torch keeps nothing of what loading took, which would hide what a step takes
+    memory.mark()
+    num_rows = min(PROFILED_SAMPLES, max_num_batched_tokens)
+    per_row = min(longest, max_num_batched_tokens // num_rows)
+    run_prompts(runner, [longest] * (max_num_batched_tokens // longest), hungry=True, tells_prompt=longest > 1)
+    run_prompts(runner, [per_row] * num_rows, hungry=True)
+    step_bytes = memory.peak_bytes()
+    resident_bytes = memory.taken_bytes()
+    if record is not None:
+        runner.record_decodes(record)
+    graph_bytes = memory.taken_bytes() - resident_bytes
+    del runner
+    resident_bytes -= num_blocks * shape.block_bytes
+    return Profile(memory.total_bytes, resident_bytes, step_bytes, graph_bytes)
+
+
+def run_prompts(
+    runner: ModelRunner, lengths: Sequence[int], *, hungry: bool = False, tells_prompt: bool = False
+) -> None:
+    """Runs a step of prompts that all stand in the same first blocks, whose contents do not matter.
+
+    Args:
+        runner: that has room for them, and knows no request.
+        lengths: tokens of each prompt; each is sampled from.
+        hungry: samples by what takes most memory.
+        tells_prompt: asks for the log-probabilities of the first prompt's tokens, of which there are two at least.
+    """
+    num_rows = len(lengths)
+    num_blocks = [-(-length // runner.limits.block_size) for length in lengths]
+    sampling = Sampling()
+    sampling.CopyFrom(_HUNGRY if hungry else Sampling(temperature=1, top_p=1))
+    new = NewRequest(request_id=0, sampling=sampling)
+    new.sampling.num_prompt_tokens = lengths[0]
+    if tells_prompt:
+        new.sampling.num_prompt_logprobs = 1
+        new.prompt_token_ids = pack([0] * lengths[0])
+    runner.execute(
+        ExecuteModelRequest(
+            new_requests=[new],
+            request_ids=pack([0] * num_rows),
+            sequence_indexes=pack(range(num_rows)),
+            num_computed_tokens=pack([0] * num_rows),
+            num_new_tokens=pack(lengths),
+            token_ids=pack([0] * sum(lengths)),
+            block_table_lengths=pack(num_blocks),
+            block_tables=pack(block for count in num_blocks for block in range(count)),
+            sample_rows=pack(range(num_rows)),
+            sample_sequence_indexes=pack(range(num_rows)),
+            prompt_logprob_rows=pack([0] if tells_prompt else []),
+            prompt_logprob_starts=pack([0] if tells_prompt else []),
+        )
+    )
+    runner.execute(ExecuteModelRequest(finished_request_ids=pack([0])))
