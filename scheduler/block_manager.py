@@ -156,17 +156,23 @@ class BlockManager:
             parent: Parent = contents[-1] if contents else group.salt
             contents.append(self._cache.add(sequence.block_table[len(contents)], parent, tokens))
 
-    def disown(self, sequence: Sequence) -> None:
-        """Forgets what this sequence's blocks hold: it is not to be trusted."""
+    def disown(self, group: SequenceGroup, sequence: Sequence) -> None:
+        """Forgets what this sequence's blocks hold, or held until it was preempted: it is not to be trusted."""
         for block in sequence.block_table:
             self._cache.forget(block)
+        if not sequence.block_table:
+            # The one behind the last token has it looked up too.
+            tokens = group.token_ids(sequence, 0, sequence.num_tokens) + array("i", [0])
+            for block, _ in self.match(tokens, group.salt):
+                if self._cache.forget(block):
+                    self._free.append(block)
 
     def disown_all(self) -> None:
         """Forgets what all blocks hold: their memory is gone."""
         self._free.extend(self._cache.clear())
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Gives `child` all blocks of `parent`; its own go, where it has others."""
+        """Gives `child` all blocks of `parent`, in whichever pool; its own go, where it has others."""
         num_same = _num_same(parent.block_table, child.block_table)
         for block in parent.block_table[num_same:]:
             self._hold(block)
@@ -175,6 +181,10 @@ class BlockManager:
         child.block_table[num_same:] = parent.block_table[num_same:]
         child.contents = parent.contents[:]
         child.num_computed_tokens = parent.num_computed_tokens
+        for swap_block in parent.swap_table:
+            self._swap.hold(swap_block)
+        self._swap.release(child.swap_table)
+        child.swap_table.extend(parent.swap_table)
 
     def free(self, sequence: Sequence) -> None:
         """Takes all blocks of both pools from `sequence`; a second time changes nothing."""

@@ -16,6 +16,7 @@ class SchedulerSettings(Settings):
     worker: str = Field("127.0.0.1:50053", description='the worker\'s address: "host:port" or "unix:/path"')
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of a step at most, prefill and decode together")
     max_num_seqs: int = Field(128, ge=1, description="sequences that run together at most")
+    max_steps_in_flight: int = Field(2, ge=1, le=2, description="steps that the worker has at once at most")
     max_waiting_requests: int = Field(4096, ge=1, description="requests that wait at most; more are refused")
     max_waiting_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that wait at most, of all requests")
     watermark: float = Field(0.01, ge=0, lt=1, description="share of the blocks that admission leaves free for growth")

@@ -17,32 +17,31 @@ class Decoder:
         self._queues = queues
 
     def decode(self, plan: Plan, result: StepResult) -> StepOutputs:
-        """All rows of a step; groups that are not running any more are passed over."""
+        """All rows of a step, wherever their groups are by now; sequences that have ended are passed over."""
         outputs = StepOutputs()
         place, first_candidate = 0, 0
-        failed = set(result.failed)
+        running, failed = Status.RUNNING, set(result.failed)
         tops, prompts = LogprobReader(result.top_logprobs), LogprobReader(result.prompt_logprobs)
         for telling, start in plan.telling:
             self._tell_of_prompt(plan.rows[telling], start, prompts, outputs)
         searches: dict[int, list[tuple[Sequence, list[tuple[int, float]]]]] = {}
         for row in plan.rows:
-            group, sequence = row.group, row.sequence
-            group.num_failed_steps = 0
-            if sequence.status is Status.RUNNING:
-                sequence.num_computed_tokens = row.start + row.num_new_tokens
-                if not group.forked and sequence.num_computed_tokens == group.num_prompt_tokens:
-                    self._fork_root(group)
+            group = row.group
+            if row.samples:
+                group.num_failed_steps = 0
             for sampled in row.samples:
-                if failed and place in failed and sampled.status is Status.RUNNING:
+                if failed and place in failed and not sampled.status.finished:
                     self._fail(group, outputs)
+                # Nearly all run; to ask whether a status is final takes longer.
+                ended = sampled.status is not running and sampled.status.finished
                 if group.beam is not None:
                     end = first_candidate + group.beam.num_candidates
-                    if sampled.status is Status.RUNNING:
+                    if not ended:
                         ids, logprobs = result.candidate_token_ids, result.candidate_logprobs
                         candidates = list(zip(ids[first_candidate:end], logprobs[first_candidate:end], strict=True))
                         searches.setdefault(group.number, []).append((sampled, candidates))
                     first_candidate = end
-                elif sampled.status is Status.RUNNING:
+                elif not ended:
                     if sampled.logprobs is not None:
                         sampled.logprobs.extend(tops.take(1, sampled.logprobs.num_top))
                     self._append(group, sampled, result.token_ids[place], result.logprobs[place], outputs)
@@ -69,11 +68,6 @@ class Decoder:
             group.sequences = [_ended(group, index, None, Status.FINISHED_IGNORED) for index in range(group.n)]
             plan.ignored[-1:] = [Finished(group, sequence, message) for sequence in group.sequences]
 
-    def _fork_root(self, group: SequenceGroup) -> None:
-        for child in group.live[1:]:
-            self._queues.blocks.fork(group.root, child)
-        group.forked = True
-
     def _append(
         self, group: SequenceGroup, sequence: Sequence, token_id: int, logprob: float, outputs: StepOutputs
     ) -> None:
@@ -92,8 +86,6 @@ class Decoder:
         group = row.group
         assert group.prompt_logprobs is not None
         told = prompts.take(row.prompt_logprobs_end - start, group.prompt_logprobs.num_top)
-        if row.sequence.status is not Status.RUNNING:
-            return
         assert len(group.prompt_logprobs) == start, "the prompt's log-probabilities have a gap"
         group.prompt_logprobs.extend(told)
         if any(map(math.isnan, told.logprobs)):
@@ -103,7 +95,7 @@ class Decoder:
         if group.live:
             outputs.failed.append(group)
             for sequence in list(group.live):
-                self._queues.blocks.disown(sequence)
+                self._queues.blocks.disown(group, sequence)
                 self._queues.finish(group, sequence, Status.FINISHED_ABORTED)
 
     # Beam search
@@ -138,6 +130,8 @@ class Decoder:
             sequence.append(extension.token_id, extension.logprob)
         group.live = live
         group.sequences = list(live)
+        if group.status is Status.WAITING:  # preempted since: what they share is computed by one of them
+            group.forked = len(live) == 1
 
     def _end_search(
         self, group: SequenceGroup, new_tokens: list[NewTokens], finished: list[Finished], message: str = ""

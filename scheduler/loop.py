@@ -1,7 +1,8 @@
-"""The loop around the core: plan, run, update, deliver, again. It owns the clock and the worker's lives.
+"""The loop around the core: plan, send, update, deliver, again. It owns the clock and the worker's lives.
 
-Everything that touches the core runs on one event loop, so submissions and cancellations fall between two steps or
-while the worker computes one, never into a plan half made.
+Everything that touches the core runs on one event loop, so submissions and cancellations fall between two plans or
+while the worker computes, never into a plan half made or half sent. While the worker computes one step, the tokens of
+the one before go to the routers, and the next is planned and sent (`pacing.py` says when).
 """
 
 import asyncio
@@ -16,7 +17,8 @@ from protos import session_pb2 as pb
 from protos.worker_pb2 import GetInfoResponse
 from scheduler.block_manager import BlockManager
 from scheduler.config import SchedulerSettings
-from scheduler.plan import Finished, Plan
+from scheduler.pacing import Pacing
+from scheduler.plan import Finished, Plan, StepResult
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup
 from scheduler.sessions import Sessions
@@ -133,29 +135,54 @@ class SchedulerLoop:
 
     async def _steps(self) -> None:
         assert self.core is not None
+        pacing = Pacing(self._settings.max_steps_in_flight)
         while True:
-            start = self._clock()
-            self._sessions.purge(start - max(_RETENTION_S, self._settings.lease_s))
-            plan = self.core.schedule(start)
-            self._sessions.deliver_tokens(plan.new_tokens)
-            self.deliver_finished(plan.ignored)
-            for dropped in plan.dropped:
-                self._fail(dropped.group, grpc.StatusCode.DEADLINE_EXCEEDED, dropped.message)
-            for preemption in plan.preempted:
-                facts = {"request_id": preemption.group.request_id, "by": preemption.group.preempted_by}
-                log.info("preempted", extra=facts | {"reason": preemption.reason})
-            if not plan.rows:
-                await self._link.check()
-                await self._idle()
+            now, plan_time = self._clock(), pacing.next_plan_time()
+            if plan_time is not None and plan_time <= now:
+                plan = self._plan(now)
+                if plan.rows:
+                    pacing.add(plan, self.core.rates.expected_step_s(plan.num_tokens, plan.num_prefill_tokens), now)
+                    await self._link.send(plan)
+                elif pacing.oldest is not None:
+                    pacing.rest()
+                else:
+                    await self._link.check()
+                    await self._idle()
                 continue
-            result = await self._link.execute(plan)
-            outputs = self.core.update(plan, result)
-            for group in outputs.failed:
-                self._fail(group, grpc.StatusCode.INTERNAL, "the model's logits are not finite for this request")
-            self._sessions.deliver_tokens(outputs.new_tokens)
-            self.deliver_finished(outputs.finished)
-            self._note_step(plan, start)
-            self._settled.set()
+            oldest = pacing.oldest
+            assert oldest is not None
+            latest = pacing.begun + self._settings.step_timeout_s
+            result = await self._link.receive(oldest, (latest if plan_time is None else min(plan_time, latest)) - now)
+            if result is None:
+                if self._clock() >= latest:
+                    raise WorkerLost(f"no result of step {oldest.step_id} within {self._settings.step_timeout_s} s")
+            else:
+                self.last_step_ms = pacing.pop(self._clock()) * 1e3
+                self.last_step_tokens = oldest.num_tokens
+                self._update(oldest, result)
+
+    def _plan(self, now: float) -> Plan:
+        """The next step, and the news that planning it made."""
+        assert self.core is not None
+        self._sessions.purge(now - max(_RETENTION_S, self._settings.lease_s))
+        plan = self.core.schedule(now)
+        self._sessions.deliver_tokens(plan.new_tokens)
+        self.deliver_finished(plan.ignored)
+        for dropped in plan.dropped:
+            self._fail(dropped.group, grpc.StatusCode.DEADLINE_EXCEEDED, dropped.message)
+        for preemption in plan.preempted:
+            facts = {"request_id": preemption.group.request_id, "by": preemption.group.preempted_by}
+            log.info("preempted", extra=facts | {"reason": preemption.reason})
+        return plan
+
+    def _update(self, plan: Plan, result: StepResult) -> None:
+        assert self.core is not None
+        outputs = self.core.update(plan, result)
+        for group in outputs.failed:
+            self._fail(group, grpc.StatusCode.INTERNAL, "the model's logits are not finite for this request")
+        self._sessions.deliver_tokens(outputs.new_tokens)
+        self.deliver_finished(outputs.finished)
+        self._settled.set()
 
     async def _idle(self) -> None:
         """Waits for work, but not past the next deadline."""
@@ -200,7 +227,3 @@ class SchedulerLoop:
                 "total_ms": round((now - group.arrival) * 1e3, 1),
             }
             log.info("request finished", extra=facts)
-
-    def _note_step(self, plan: Plan, start: float) -> None:
-        self.last_step_ms = (self._clock() - start) * 1e3
-        self.last_step_tokens = plan.num_tokens

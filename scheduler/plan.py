@@ -13,6 +13,9 @@ from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, NewRequ
 from scheduler.preemption import Preemption
 from scheduler.sequence import Sequence, SequenceGroup
 
+# In place of a token id: the token that a step in flight samples for the row's sequence. No row has two of them.
+_LAST_SAMPLED = array("i", [-1])
+
 
 @dataclass(slots=True)
 class Row:
@@ -82,6 +85,7 @@ class Plan:
         new_groups: groups in the rows that the worker has not seen.
         forget: numbers of requests that the worker has seen and nobody needs.
         telling: rows whose logits tell of their prompts' tokens: places in `rows`, and the position from which on.
+        num_beams: samples of beam searches, without which these can not be planned on.
     """
 
     step_id: int
@@ -98,12 +102,11 @@ class Plan:
     telling: list[tuple[int, int]] = field(default_factory=list)
     num_tokens: int = 0
     num_prefill_tokens: int = 0
+    num_beams: int = 0
 
     def add(self, row: Row) -> None:
-        """Takes in a row; it tells of those of its prompt tokens that no row before it told of."""
-        told, num_new_tokens = row.group.prompt_logprobs, row.num_new_tokens
-        if told is not None and len(told) < row.prompt_logprobs_end:
-            self.telling.append((len(self.rows), max(row.start, len(told))))
+        """Takes in a row."""
+        num_new_tokens = row.num_new_tokens
         self.rows.append(row)
         self.num_tokens += num_new_tokens
         if num_new_tokens > 1:
@@ -149,7 +152,7 @@ class StepOutputs:
 
 
 def to_request(plan: Plan, epoch: int) -> ExecuteModelRequest:
-    """The plan in the columns of the worker's protocol."""
+    """The plan in the columns of the worker's protocol; before anything else changes a block table."""
     numbers: list[int] = []
     indexes: list[int] = []
     starts: list[int] = []
@@ -165,7 +168,9 @@ def to_request(plan: Plan, epoch: int) -> ExecuteModelRequest:
         indexes.append(sequence.index)
         starts.append(start)
         counts.append(count)
-        tokens.append(row.group.token_ids(sequence, start, start + count))
+        tokens.append(known := row.group.token_ids(sequence, start, start + count))
+        if len(known) < count:
+            tokens.append(_LAST_SAMPLED)
         lengths.append(len(sequence.block_table))
         tables.append(sequence.block_table)
         for sampled in row.samples:

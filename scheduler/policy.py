@@ -25,6 +25,7 @@ class Policy:
     Attributes:
         max_num_batched_tokens: tokens of a step at most, prefill and decode together.
         max_num_seqs: running sequences at most.
+        max_steps_in_flight: steps that are planned and not answered at most.
         max_waiting_requests: groups in the waiting queue beyond which no new one is taken. Preempted ones come back to
             it in any case.
         max_waiting_tokens: prompt tokens of those in the waiting queue, in the same way; one group may always wait.
@@ -48,6 +49,7 @@ class Policy:
     delay_factor: float = 0.0
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     aging_s: float = 10.0
+    max_steps_in_flight: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
@@ -55,7 +57,7 @@ class Policy:
                 f"max_num_seqs ({self.max_num_seqs}) must be at least 1 and at most max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}): every running sequence decodes one token a step"
             )
-        for name in ("max_waiting_requests", "max_waiting_tokens"):
+        for name in ("max_steps_in_flight", "max_waiting_requests", "max_waiting_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
         if not 0 <= self.watermark < 1:

@@ -19,15 +19,26 @@ class Rates:
     Attributes:
         prefill_tokens_per_s: tokens computed in steps that are mostly prefill.
         swap_blocks_per_s: blocks moved between the pools, either way.
+        decode_step_s: time of a step without prefill.
     """
 
     prefill_tokens_per_s: float = 0.0
     swap_blocks_per_s: float = 0.0
+    decode_step_s: float = 0.0
 
     def note_step(self, num_tokens: int, num_prefill_tokens: int, step_s: float) -> None:
         """Takes the time of a step, its swapping aside."""
         if 2 * num_prefill_tokens > num_tokens and num_prefill_tokens >= _MIN_PREFILL_TOKENS and step_s > 0:
             self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, num_tokens / step_s)
+        elif not num_prefill_tokens and step_s > 0:
+            self.decode_step_s = _average(self.decode_step_s, step_s)
+
+    def expected_step_s(self, num_tokens: int, num_prefill_tokens: int) -> float:
+        """What a step will take, its swapping aside: rather too little than too much; 0 where nothing is known."""
+        decode_s = self.decode_step_s if num_prefill_tokens < num_tokens else 0.0
+        if not num_prefill_tokens or not self.prefill_tokens_per_s:
+            return decode_s
+        return max(decode_s, num_prefill_tokens / self.prefill_tokens_per_s)
 
     def note_swap(self, num_blocks: int, swap_s: float) -> None:
         """Takes the time of moving blocks."""

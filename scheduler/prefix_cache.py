@@ -77,11 +77,15 @@ class PrefixCache:
         self.forget(block)
         return block
 
-    def forget(self, block: int) -> None:
-        """Forgets the content of a block, if it has some."""
+    def forget(self, block: int) -> bool:
+        """Forgets the content of a block, if it has some. True: it was idle, and is free now."""
         content = self._contents.pop(block, None)
         if content is not None:
             del self._blocks[content.key]
+        if block not in self._idle:
+            return False
+        del self._idle[block]
+        return True
 
     def clear(self) -> list[int]:
         """Forgets everything; gives the blocks that were idle."""

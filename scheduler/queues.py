@@ -97,6 +97,7 @@ class Queues:
             self.preempt(group)
         for group in self.groups.values():
             group.known_to_worker = False
+            group.forget_steps_in_flight()
         self._gone.clear()
         self.blocks.disown_all()
 

@@ -1,8 +1,9 @@
 """The scheduler core: which tokens the next step computes. PREEMPTION IS DECIDED HERE.
 
 Iteration-level scheduling (Orca, OSDI'22) over paged KV (Kwon et al., SOSP'23), with chunked prefill (Sarathi-Serve,
-OSDI'24): `plan = schedule(now)`, the worker runs it, `update(plan, result)`. A pure state machine: no I/O, no clock, no
-randomness; time is an argument, so that a test can drive every line of it and a recording can be replayed.
+OSDI'24): `plan = schedule(now)`, the worker runs it, `update(plan, result)`. More steps may be planned before the first
+is answered (`in_flight.py`). A pure state machine: no I/O, no clock, no randomness; time is an argument, so that a test
+can drive every line of it and a recording can be replayed.
 
 A sequence has tokens, and some of them are computed. There are no phases: a prompt, a chunk of it, a decode and the
 recomputation after a preemption are all "compute the next tokens"; who reaches its last token samples one more.
@@ -27,7 +28,8 @@ from scheduler.beam import BeamParams, BeamSearch
 from scheduler.block_manager import BlockManager
 from scheduler.deadlines import Deadlines, too_late
 from scheduler.decoding import Decoder
-from scheduler.plan import Finished, Plan, Row, StepOutputs, StepResult
+from scheduler.in_flight import StepsInFlight, add_row
+from scheduler.plan import Finished, Plan, StepOutputs, StepResult
 from scheduler.policy import Policy, PreemptionMode
 from scheduler.preemption import Preemption, Rates, choose_mode
 from scheduler.queues import Queues
@@ -54,6 +56,7 @@ class Scheduler:
         self.num_swap_ins = 0
         self.num_looked_up_tokens = 0
         self.num_found_tokens = 0
+        self._in_flight = StepsInFlight(policy.max_steps_in_flight)
         self._decoder = Decoder(self.queues)
         self._deadlines = Deadlines()
         self._numbers = itertools.count(1)
@@ -167,16 +170,14 @@ class Scheduler:
         return None
 
     def preempt(self, group: SequenceGroup, by: SequenceGroup | None = None) -> Preemption:
-        """Takes a running group's blocks, by the way that the policy chooses, until it is its turn again.
-
-        What the step in flight computes for it is lost.
-        """
+        """Takes a running group's blocks, by the way that the policy chooses, until it is its turn again."""
         assert group.status is Status.RUNNING, f"a group that is {group.status.name} has no blocks to take"
         mode, reason = choose_mode(group, self.policy.preemption_mode, self.blocks, self.rates)
         self.num_preemptions += 1
         group.num_preemptions += 1
         group.preempted_by = by.request_id if by is not None else ""
         group.preemption_reason = reason
+        group.returns_after = self._in_flight.last
         if mode is PreemptionMode.SWAP:
             self.num_swap_outs += 1
             self.queues.swap_out(group)
@@ -185,14 +186,16 @@ class Scheduler:
         return Preemption(group, mode, reason)
 
     def requeue_running(self) -> list[SequenceGroup]:
-        """The worker is gone and all KV with it: every group goes back to its place in the waiting queue.
+        """The worker is gone, all KV and the steps in flight with it: every group goes back into the waiting queue.
 
         Returns:
-            Those that ran, to be computed again.
+            Those that ran, or for which something was in flight: to be computed again.
         """
-        lost = list(self.queues.running)
+        groups = self.queues.groups.values()
+        lost = [group for group in groups if group.status is Status.RUNNING or self._in_flight.hold(group)]
         for group in lost:
             group.num_failed_steps += 1
+        self._in_flight.lose()
         self.queues.forget_worker()
         self._blocked = None
         return lost
@@ -204,7 +207,7 @@ class Scheduler:
         self.queues.blocks = blocks
         for group in self.queues.groups.values():
             most = max_tokens_that_fit(group.num_prompt_tokens, group.num_seqs, blocks)
-            group.max_tokens = min(group.wanted_max_tokens, most)
+            group.cap(min(group.wanted_max_tokens, most))
 
     def schedule(self, now: float) -> Plan:
         """Plans one step.
@@ -213,6 +216,7 @@ class Scheduler:
         there are tokens in the budget, sequences and blocks. Without chunked prefill, steps of prompts and steps of
         decodes take turns while there are both.
         """
+        self._in_flight.check_room()
         self.num_steps += 1
         plan = Plan(self.num_steps)
         plan.dropped = self._deadlines.take_late(now, self.blocks, self.rates)
@@ -232,16 +236,19 @@ class Scheduler:
                         self._admit(plan, now)
                     self._prefilled_last = prefilling
         if plan.rows:
+            self._in_flight.add(plan.step_id)
             plan.blocks_to_swap_out = self.blocks.take_swapped_out()
             plan.forget = self.queues.take_gone()
         assert plan.num_tokens <= self.policy.max_num_batched_tokens, "over budget"
         return plan
 
     def update(self, plan: Plan, result: StepResult) -> StepOutputs:
-        """Takes a step's tokens: appends them, forks where a prompt is done, ends what is finished.
+        """Takes the tokens of the oldest step in flight: appends them, forks beams, ends what is finished.
 
-        Groups that ended while the step ran are passed over; what the step computed for them is lost with their blocks.
+        Sequences that ended while the step ran are passed over.
         """
+        if plan.rows:
+            self._in_flight.answer(plan.step_id)
         if plan.num_prefill_tokens:
             self._prefill_step_s = result.step_s
         self.rates.note_step(plan.num_tokens, plan.num_prefill_tokens, result.step_s)
@@ -251,27 +258,31 @@ class Scheduler:
     def check(self) -> None:
         """Asserts the invariants of queues and blocks; for tests, after every step."""
         self.queues.check(self.policy.max_num_seqs)
+        for sequence in (s for group in self.queues.groups.values() for s in group.live):
+            num_expected = sequence.num_expected_tokens - sequence.num_tokens
+            assert 0 <= num_expected <= len(self._in_flight), "a token is expected that no step samples"
 
     # What runs
 
     def _schedule_running(self, plan: Plan, prefilling: bool | None = None) -> None:
         """Rows for the running groups, or for those of them that are `prefilling` or not."""
-        has_slots, add_row = self.blocks.has_slots, self._add_row
+        has_slots, blocks, cached = self.blocks.has_slots, self.blocks, self.policy.prefix_caching
         groups = [group for group in self.queues.running if prefilling is None or prefilling == group.prefilling]
+        running = Status.RUNNING
         # Every row gets a token. What they leave of the budget goes to longer chunks, oldest first.
         chunk_budget = self.policy.max_num_batched_tokens - sum([group.num_rows for group in groups])
         for group in groups:
             sequence = group.live[0]
-            if sequence.status is not Status.RUNNING:
+            if sequence.status is not running:
                 break  # preempted for an older one, and so are all behind it
             # What nearly all rows are: one more token, into a block that is begun.
             if (
                 group.forked
                 and len(group.live) == 1
-                and sequence.num_tokens == sequence.num_computed_tokens + 1
-                and has_slots(sequence, sequence.num_tokens)
+                and sequence.num_expected_tokens == sequence.num_computed_tokens + 1
+                and has_slots(sequence, sequence.num_expected_tokens)
             ):
-                add_row(plan, group, sequence, 1)
+                add_row(plan, group, sequence, 1, blocks, cached=cached)
             else:
                 chunk_budget -= self._schedule_group(plan, group, chunk_budget)
 
@@ -314,21 +325,7 @@ class Scheduler:
         return True
 
     def _add_row(self, plan: Plan, group: SequenceGroup, sequence: Sequence, num_new_tokens: int) -> None:
-        """Plans tokens that have their slots.
-
-        Later rows, of this step already, find the blocks that it fills: the worker writes the KV of a step's tokens
-        before it attends to them, layer by layer.
-        """
-        end = sequence.num_computed_tokens + num_new_tokens
-        samples: tuple[Sequence, ...] | list[Sequence] = ()
-        if end == sequence.num_tokens:
-            samples = (sequence,) if group.forked else list(group.live)
-        if not group.known_to_worker:
-            group.known_to_worker = True
-            plan.new_groups.append(group)
-        plan.add(Row(group, sequence, sequence.num_computed_tokens, num_new_tokens, samples))
-        if self.policy.prefix_caching and end >= (len(sequence.contents) + 1) * self.queues.blocks.block_size:
-            self.blocks.remember(group, sequence, end)
+        add_row(plan, group, sequence, num_new_tokens, self.blocks, cached=self.policy.prefix_caching)
 
     # What waits
 
@@ -340,6 +337,8 @@ class Scheduler:
             num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
             if prefilling not in (None, group.prefilling):
                 return None
+            if self._in_flight.hold(group):
+                return self._hold_up(group, Reason.NEXT_STEP)
             if num_tokens_left < group.num_rows:
                 return self._hold_up(group, Reason.TOKENS)
             if plan.preempted or self._is_blocked(group):
@@ -394,6 +393,8 @@ class Scheduler:
 
     def _why_not_yet(self, group: SequenceGroup, plan: Plan, num_tokens_left: int, now: float) -> Reason | None:
         """What keeps the first of the waiting groups out, as far as that can be said without looking at its tokens."""
+        if self._in_flight.hold(group):
+            return Reason.NEXT_STEP
         if plan.preempted or self._is_blocked(group):
             return Reason.BLOCKS
         if not num_tokens_left:

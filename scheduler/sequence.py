@@ -48,6 +48,7 @@ _LEGAL = {
         Status.RUNNING,
         Status.WAITING,  # the worker is gone, and the swap pool with it
         Status.FINISHED_STOPPED,
+        Status.FINISHED_LENGTH_CAPPED,  # its last token came after it was preempted
         Status.FINISHED_ABORTED,
     },
 }
@@ -62,7 +63,8 @@ class Sequence:
         output_logprobs: the log-probability of each.
         logprobs: with the most probable tokens beside each; None where the client does not want them.
         num_tokens: prompt and output together.
-        num_computed_tokens: how many of them have their KV in the blocks.
+        num_expected_tokens: the same with those that steps in flight sample, as far as they can be counted on.
+        num_computed_tokens: how many of these have their KV in the blocks, or get it from a step in flight.
         block_table: physical block of each logical one. Only the block manager writes it.
         swap_table: while swapped, the swap pool's block of each logical one. Only the block manager writes it.
         contents: number in the prefix cache of what each full block holds. Only the block manager writes it.
@@ -77,6 +79,7 @@ class Sequence:
         "index",
         "logprobs",
         "num_computed_tokens",
+        "num_expected_tokens",
         "num_tokens",
         "output_logprobs",
         "output_token_ids",
@@ -88,6 +91,7 @@ class Sequence:
     def __init__(self, index: int, num_prompt_tokens: int) -> None:
         self.index = index
         self.num_tokens = num_prompt_tokens
+        self.num_expected_tokens = num_prompt_tokens
         self.num_computed_tokens = 0
         self.output_token_ids: array[int] = array("i")
         self.output_logprobs: array[float] = array("f")
@@ -100,10 +104,12 @@ class Sequence:
         self.status = Status.WAITING
 
     def append(self, token_id: int, logprob: float) -> None:
-        """Takes a sampled token."""
+        """Takes a sampled token, which was expected or was not."""
         self.output_token_ids.append(token_id)
         self.output_logprobs.append(logprob)
         self.num_tokens += 1
+        if self.num_expected_tokens < self.num_tokens:
+            self.num_expected_tokens = self.num_tokens
         self.cumulative_logprob += logprob
 
     def cut(self, num_output_tokens: int) -> None:
@@ -119,6 +125,7 @@ class Sequence:
         """A sequence of the same tokens: another one that forgets its own, or a new one of this index."""
         child = Sequence(into, self.num_tokens) if isinstance(into, int) else into
         child.num_tokens = self.num_tokens
+        child.num_expected_tokens = self.num_expected_tokens
         child.output_token_ids = self.output_token_ids[:]
         child.output_logprobs = self.output_logprobs[:]
         child.cumulative_logprob = self.cumulative_logprob
@@ -142,7 +149,9 @@ class SequenceGroup:
         number: the scheduler's number of the request, in order of arrival.
         n: sequences that the client gets.
         wanted_max_tokens: output tokens of each sequence that the client wants at most.
-        max_tokens: those that it gets: no more than the pool holds.
+        max_tokens: those that it gets: no more than the pool holds. Set by `cap`.
+        expects_below: a sequence shorter than this counts on the token that a planned step samples for it. On its last
+            one it does not, which is never computed, nor does a beam, whose tokens only the search chooses.
         min_tokens: output tokens before which no stop id ends a sequence.
         sampling: for the worker; read here only for what the worker is to be told of, and to tell.
         arrival: time of submission, s.
@@ -157,11 +166,14 @@ class SequenceGroup:
         preempted_by: the request that got its blocks the last time.
         preemption_reason: in words, by which way it lost them then, and why.
         num_cached_prompt_tokens: prompt tokens whose KV was there already when it was first admitted.
-        num_failed_steps: steps in a row that were lost with their worker while this group ran.
+        num_failed_steps: steps in a row that were lost with their worker while this group ran: with no sample between.
+        returns_after: the last step that was in flight when it was preempted. What the step samples for it is still
+            taken, so it does not run again before.
         known_to_worker: whether a plan has brought it to the worker.
         penalized: whether what is sampled depends on all tokens before, which the worker has to be told.
         num_top_logprobs: tokens that each output token is told with; None where the client does not want to know.
         prompt_logprobs: of the prompt's tokens but the first, as far as they are computed; None like num_top_logprobs.
+        num_told: how many of these are there, or come with a step in flight.
     """
 
     number: int
@@ -180,6 +192,7 @@ class SequenceGroup:
     beam: BeamSearch | None = None
     sequences: list[Sequence] = field(init=False)
     live: list[Sequence] = field(init=False)
+    expects_below: int = field(init=False)
     forked: bool = field(init=False)
     first_scheduled: float | None = None
     num_preemptions: int = 0
@@ -187,12 +200,15 @@ class SequenceGroup:
     preemption_reason: str = ""
     num_cached_prompt_tokens: int = 0
     num_failed_steps: int = 0
+    returns_after: int = 0
     known_to_worker: bool = False
     penalized: bool = field(init=False, default=False)
     num_top_logprobs: int | None = field(init=False, default=None)
     prompt_logprobs: Logprobs | None = field(init=False, default=None)
+    num_told: int = 0
 
     def __post_init__(self) -> None:
+        self.cap(self.max_tokens)
         num_sequences = self.n if self.beam is None else 1
         self.sequences = [Sequence(index, len(self.prompt_token_ids)) for index in range(num_sequences)]
         self.live = list(self.sequences)
@@ -237,7 +253,7 @@ class SequenceGroup:
         """Whether more of it has to be computed than the token that was sampled last."""
         if not self.forked:
             return True
-        return any(sequence.num_tokens - sequence.num_computed_tokens > 1 for sequence in self.live)
+        return any(sequence.num_expected_tokens - sequence.num_computed_tokens > 1 for sequence in self.live)
 
     @property
     def num_rows(self) -> int:
@@ -253,12 +269,23 @@ class SequenceGroup:
         if not self.forked:
             return [(self.root, self.num_prompt_tokens)]
         waits = self.beam is not None and len(self.live) > 1 and self.prefilling
-        return [(sequence, sequence.num_tokens - waits) for sequence in self.live]
+        return [(sequence, sequence.num_expected_tokens - waits) for sequence in self.live]
 
     @property
     def owes_prompt_logprobs(self) -> bool:
         """Whether the prompt has to be computed, though its KV may be cached, to tell of its tokens."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def cap(self, max_tokens: int) -> None:
+        """Sets how many output tokens each sequence gets at most."""
+        self.max_tokens = max_tokens
+        self.expects_below = 0 if self.beam is not None else self.num_prompt_tokens + max_tokens - 1
+
+    def forget_steps_in_flight(self) -> None:
+        """They are lost: nothing of what they were to sample and to tell will come."""
+        for sequence in self.live:
+            sequence.num_expected_tokens = sequence.num_tokens
+        self.num_told = len(self.prompt_logprobs) if self.prompt_logprobs is not None else 0
 
     def move_to(self, status: Status) -> None:
         """Changes the status of all live sequences."""
@@ -266,7 +293,7 @@ class SequenceGroup:
             sequence.move_to(status)
 
     def token_ids(self, sequence: Sequence, start: int, end: int) -> "array[int]":
-        """Token ids `start:end` of `sequence`, counted from the prompt's first."""
+        """Token ids `start:end` of `sequence`, counted from the prompt's first, as far as they are known."""
         num_prompt_tokens = len(self.prompt_token_ids)
         if start >= num_prompt_tokens:
             return sequence.output_token_ids[start - num_prompt_tokens : end - num_prompt_tokens]

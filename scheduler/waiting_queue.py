@@ -16,6 +16,9 @@ Hence once the set is final, G runs within twice the sum of (prompt tokens + max
 are ahead of it, running or swapped out (four times without chunked prefill), and ends within as many again for itself;
 `tests/test_scheduler_fairness.py` holds the core to it. In practice it is a small share of that: a step advances all
 that run, and prompts by more than a token.
+
+Steps are counted here as they are planned, each answered before the next. With d of them in flight, a group may have to
+wait for results before it has something to plan, in up to d - 1 of d plans: d times as many suffice.
 """
 
 import heapq

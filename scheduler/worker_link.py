@@ -11,6 +11,8 @@ from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfo
 from protos.worker_pb2_grpc import WorkerServiceStub
 from scheduler.plan import Plan, StepResult, to_request, to_result
 
+# What reading from and writing to a stream that has ended raises.
+_BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
 log = logging.getLogger(__name__)
 
 
@@ -32,6 +34,8 @@ class WorkerLink:
         self._on_lost = on_lost
         self._epoch = 0
         self._call: grpc.aio.StreamStreamCall[ExecuteModelRequest, ExecuteModelResponse] | None = None
+        # The next response, waited for more than once: to cancel a read is to cancel the stream.
+        self._reading: asyncio.Future[object] | None = None
 
     async def connect(self) -> GetInfoResponse:
         """Waits, for ever if need be, until the worker serves, and opens a stream of steps to that life of it."""
@@ -55,20 +59,47 @@ class WorkerLink:
         if self._call.done():
             raise WorkerLost(await self._last_words())
 
-    async def execute(self, plan: Plan) -> StepResult:
-        """Runs a step.
+    async def send(self, plan: Plan) -> None:
+        """Sends a step, as it is at the time of the call, behind those that are on their way.
+
+        Raises:
+            WorkerLost: it did not get through, and no result will come any more.
+        """
+        assert self._call is not None, "not connected"
+        request = to_request(plan, self._epoch)
+        try:
+            async with asyncio.timeout(self._step_timeout_s):
+                await self._call.write(request)
+        except TimeoutError as error:
+            raise WorkerLost(f"step {plan.step_id} could not be sent within {self._step_timeout_s} s") from error
+        except _BROKEN as error:
+            raise WorkerLost(await self._last_words()) from error
+
+    async def receive(self, plan: Plan, timeout_s: float) -> StepResult | None:
+        """The result of the oldest step that is on its way.
+
+        Args:
+            plan: that step.
+            timeout_s: how long to wait.
+
+        Returns:
+            None: it was not there in time, and may be asked for again.
 
         Raises:
             WorkerLost: there is no result, and there will be none.
         """
         assert self._call is not None, "not connected"
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._call.read())
+            # Of a stream that is given up it is nobody's news.
+            self._reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
+        await asyncio.wait([self._reading], timeout=max(0.0, timeout_s))
+        if not self._reading.done():
+            return None
+        reading, self._reading = self._reading, None
         try:
-            async with asyncio.timeout(self._step_timeout_s):
-                await self._call.write(to_request(plan, self._epoch))
-                response = await self._call.read()
-        except TimeoutError as error:
-            raise WorkerLost(f"no result of step {plan.step_id} within {self._step_timeout_s} s") from error
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+            response = reading.result()
+        except _BROKEN as error:
             raise WorkerLost(await self._last_words()) from error
         if not isinstance(response, ExecuteModelResponse):  # the stream's end
             raise WorkerLost(await self._last_words())
@@ -77,6 +108,9 @@ class WorkerLink:
 
     def close_stream(self) -> None:
         """Cancels the stream of steps, if one is open: an abandoned call is never collected."""
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
         if self._call is not None:
             self._call.cancel()
             self._call = None

@@ -1,13 +1,14 @@
 """What the scheduler core is held against: a model that is a function of tokens, and the KV memory of a worker.
 
 The model draws a token as counter-based sampling makes the real one draw: by (request, sequence index, position) alone.
-For a beam search its log-probabilities are a function of the tokens before.
+For a beam search its log-probabilities are a function of the tokens before; of a prompt's tokens it tells the place.
 """
 
 import random
 import zlib
 from array import array
 
+from protos.logprobs import Logprobs, to_columns
 from scheduler.beam import EarlyStopping
 from scheduler.plan import Plan, Row, StepResult
 from scheduler.sequence import SequenceGroup
@@ -88,38 +89,68 @@ def run(plan: Plan, step_s: float = 0.0, swap_s: float = 0.0) -> StepResult:
             for token, logprob in best + missing:
                 candidate_ids.append(token)
                 candidate_logprobs.append(logprob)
-    return StepResult(tokens, logprobs, (), candidate_ids, candidate_logprobs, step_s, swap_s)
+    told = []
+    for place, start in plan.telling:
+        positions = array("i", range(start + 1, plan.rows[place].prompt_logprobs_end + 1))
+        told.append(Logprobs(0, array("f", [-1.0] * len(positions)), positions))
+    return StepResult(
+        tokens, logprobs, (), candidate_ids, candidate_logprobs, step_s, swap_s, prompt_logprobs=to_columns(told)
+    )
 
 
 class Memory:
-    """KV as a worker would hold it: in each slot the tokens whose KV it is, all that it depends on."""
+    """A worker's memory: in each slot of KV the tokens whose KV it is, all that it depends on; and what it sampled."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._swapped: dict[tuple[int, int], tuple[int, ...]] = {}
+        # (request, sequence index) -> position -> token
+        self._sampled: dict[tuple[int, int], dict[int, int]] = {}
 
     def clear(self) -> None:
         """The worker is gone."""
         self._slots.clear()
         self._swapped.clear()
+        self._sampled.clear()
 
     def execute(self, plan: Plan) -> None:
-        """Swaps out, swaps in, copies, writes what the rows compute, then reads all that they attend to."""
+        """Swaps out, swaps in, copies, writes what the rows compute, reads all that they attend to, then samples.
+
+        To be called in the order of the plans, and as soon as a plan is made: it is sent as it is then.
+        """
         self._move(self._slots, self._swapped, plan.blocks_to_swap_out)
         self._move(self._swapped, self._slots, plan.blocks_to_swap_in)
         self._move(self._slots, self._slots, plan.blocks_to_copy)
         written = set()
         for row in plan.rows:
+            tokens = self._tokens(row)
             for position in range(row.start, row.start + row.num_new_tokens):
                 slot = self._slot(row, position)
                 assert slot not in written, "two rows write one slot"
                 written.add(slot)
-                self._slots[slot] = tuple(row.group.token_ids(row.sequence, 0, position + 1))
+                self._slots[slot] = tokens[: position + 1]
         for row in plan.rows:
+            tokens = self._tokens(row)
             for position in range(row.start + row.num_new_tokens):
-                tokens = tuple(row.group.token_ids(row.sequence, 0, position + 1))
-                assert self._slots.get(self._slot(row, position)) == tokens, "a row attends to another one's KV"
+                kv = self._slots.get(self._slot(row, position))
+                assert kv == tokens[: position + 1], "a row attends to another one's KV"
+        for row in plan.rows:
+            end = row.start + row.num_new_tokens
+            for sequence in row.samples if row.group.beam is None else ():
+                sampled = self._sampled.setdefault((row.group.number, sequence.index), {})
+                sampled[end] = next_token(row.group, sequence.index, end)
+
+    def _tokens(self, row: Row) -> tuple[int, ...]:
+        """All tokens up to the row's last: those that the scheduler knows, then those that only the worker does."""
+        end = row.start + row.num_new_tokens
+        tokens = row.group.token_ids(row.sequence, 0, end).tolist()
+        if len(tokens) < end:
+            assert len(tokens) >= row.start or row.num_new_tokens == 1, "a row of which more than one token is unknown"
+            sampled = self._sampled[row.group.number, row.sequence.index]
+            assert max(sampled) == end - 1, "the token before was not the last one to be sampled"
+            tokens += [sampled[position] for position in range(len(tokens), end)]
+        return tuple(tokens)
 
     def _move(self, source: dict, target: dict, pairs: list[tuple[int, int]]) -> None:
         """All pairs at once, in no order: that no block is written twice is part of the claim."""

@@ -10,6 +10,7 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from protos.columns import unpack
 from protos.errors import Refusal, from_status
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
@@ -333,6 +334,81 @@ async def test_a_worker_that_is_replaced_goes_on_where_the_old_one_died():
         text += "".join([m.outputs[0].text async for m in messages])
         assert text == (TEXT * 2)[:60]
         assert (await plane.state()).block_pool.num_total == 32
+
+
+class ReadingAhead(FakeWorker):
+    """Reads steps while it holds another, as the real worker does."""
+
+    num_answered = 0
+
+    async def Execute(self, requests, context):
+        waiting = asyncio.Queue()
+
+        async def read() -> None:
+            async for request in requests:
+                self.requests.append(request)
+                waiting.put_nowait(request)
+
+        reading = asyncio.create_task(read())
+        try:
+            while True:
+                request = await waiting.get()
+                await self.gate.wait()
+                self.num_answered += 1
+                await context.write(self._answer(request))
+        finally:
+            reading.cancel()
+
+    async def until_in_flight(self, num_steps: int) -> None:
+        while len(self.requests) - self.num_answered < num_steps:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_second_step_is_sent_before_the_first_is_answered_but_no_third():
+    worker = ReadingAhead()
+    async with control_plane(worker, max_steps_in_flight=2) as plane:
+        worker.gate.clear()
+        first = asyncio.create_task(plane.text("hello", max_tokens=9))
+        await worker.until_in_flight(2)
+        assert [unpack(sent.token_ids).tolist() for sent in worker.requests] == [list(b"hello"), [-1]]
+        second = asyncio.create_task(plane.text("p", max_tokens=9))
+        await plane.until(lambda state: state.num_waiting == 1)
+        assert len(worker.requests) == 2, "who comes meanwhile waits for a result"
+        worker.gate.set()
+        assert [await first, await second] == [TEXT[:9]] * 2
+
+
+async def test_one_step_at_a_time_where_that_is_asked_for():
+    worker = ReadingAhead()
+    async with control_plane(worker, max_steps_in_flight=1) as plane:
+        worker.gate.clear()
+        first = asyncio.create_task(plane.text("hello", max_tokens=9))
+        await worker.until_in_flight(1)
+        second = asyncio.create_task(plane.text("p", max_tokens=9))
+        await plane.until(lambda state: state.num_waiting == 1)
+        assert len(worker.requests) == 1
+        worker.gate.set()
+        assert [await first, await second] == [TEXT[:9]] * 2
+        assert all(-1 not in unpack(sent.token_ids) for sent in worker.requests)
+
+
+async def test_a_worker_lost_with_two_steps_in_flight_loses_no_token_and_repeats_none():
+    worker = ReadingAhead()
+    async with control_plane(worker, max_steps_in_flight=2) as plane:
+        messages = aiter(plane.generation.Generate(request("hello", max_tokens=60)))
+        text = (await anext(messages)).outputs[0].text
+        worker.gate.clear()
+        await worker.until_in_flight(2)
+        await plane.replace_worker(ReadingAhead(epoch=2))
+        text += "".join([m.outputs[0].text async for m in messages])
+        assert text == (TEXT * 2)[:60]
+
+
+async def test_a_stop_string_that_is_found_while_two_more_steps_are_in_flight_ends_the_text():
+    async with control_plane(ReadingAhead(), max_steps_in_flight=2) as plane:
+        answer = await plane.generation.Complete(request(max_tokens=50, strings=["brown"]))
+        assert answer.outputs[0].text == "The quick "
+        assert answer.usage.completion_tokens == len("The quick brown")
 
 
 async def test_a_worker_of_another_block_size_is_refused_until_the_right_one_comes():

@@ -1,5 +1,7 @@
 """Who goes first, and that nobody waits for ever: the bound that `scheduler/waiting_queue.py` proves."""
 
+from collections import deque
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -56,9 +58,10 @@ def test_the_head_of_the_queue_is_not_overtaken_by_one_that_would_fit():
     priority=st.integers(MIN_PRIORITY, MAX_PRIORITY),
     mode=st.sampled_from(PreemptionMode),
     chunked=st.booleans(),
+    depth=st.integers(1, 2),
 )
 def test_however_many_come_with_a_higher_priority_a_group_ends_within_the_proven_number_of_steps(
-    others, arrivals_each_step, priority, mode, chunked
+    others, arrivals_each_step, priority, mode, chunked, depth
 ):
     aging_s = 0.5
     core = make(
@@ -69,7 +72,9 @@ def test_however_many_come_with_a_higher_priority_a_group_ends_within_the_proven
         aging_s=aging_s,
         preemption_mode=mode,
         chunked_prefill=chunked,
+        max_steps_in_flight=depth,
     )
+    in_flight = deque()
     for prompt, max_tokens, n, level in others:
         submit(core, prompt, max_tokens=max_tokens, n=n, priority=level)
     group = submit(core, 5, max_tokens=2, priority=priority)
@@ -85,9 +90,12 @@ def test_however_many_come_with_a_higher_priority_a_group_ends_within_the_proven
             holders = [*core.queues.running, *core.queues.swapped]
             work = {other.number: other.num_prompt_tokens + other.max_tokens + 1 for other in ahead + holders}
             work[group.number] = group.num_prompt_tokens + group.max_tokens + 1
-            bound = core.num_steps + (2 if chunked else 4) * sum(work.values()) + 1
+            bound = core.num_steps + (2 if chunked else 4) * depth * sum(work.values()) + 1
         plan = core.schedule(now)
         core.check()
         assert bound is None or core.num_steps <= bound, "it starved"
         if plan.rows:
+            in_flight.append(plan)
+        if in_flight and (not plan.rows or len(in_flight) == depth):
+            plan = in_flight.popleft()
             core.update(plan, run(plan))

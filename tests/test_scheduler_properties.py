@@ -1,12 +1,13 @@
 """Random walks over the scheduler core: whatever happens, no block leaks, no token is lost, everything ends once.
 
-Submit, step, abort, stop, preempt, lose the worker, let time pass, in any order, under any policy; `check()` after
-each. Forks, copies, swaps, evictions and deadlines come of themselves in pools this small. `make soak` walks for
-millions of steps.
+Submit, plan, answer, abort, stop, preempt, lose the worker, let time pass, in any order, with up to three steps in
+flight, under any policy; `check()` after each. Forks, copies, swaps, evictions and deadlines come of themselves in
+pools this small. `make soak` walks for millions of steps.
 """
 
 import os
 from array import array
+from collections import deque
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -14,6 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_model import STOP, Memory, expected_outputs, run
 
+from protos.sampling_pb2 import Sampling
 from scheduler.admission import QueueFull
 from scheduler.beam import BeamParams, EarlyStopping
 from scheduler.block_manager import BlockManager
@@ -45,6 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked_prefill=st.booleans(),
         prefix_caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.1]),
+        max_steps_in_flight=st.sampled_from([1, 2, 2, 3]),
     )
     def start(
         self,
@@ -57,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked_prefill,
         prefix_caching,
         watermark,
+        max_steps_in_flight,
     ):
         policy = Policy(
             max_num_batched_tokens=max_num_seqs + spare_budget,
@@ -69,13 +73,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             delay_factor=0.0 if chunked_prefill else 0.5,
             preemption_mode=mode,
             aging_s=2.0,
+            max_steps_in_flight=max_steps_in_flight,
         )
         self.core = Scheduler(policy, BlockManager(num_blocks, block_size, num_swap_blocks))
         self.memory = Memory(block_size)
         self.groups: list[SequenceGroup] = []
         self.ended: set[tuple[int, int]] = set()
         self.now = 0.0
-        self.in_flight: Plan | None = None
+        self.in_flight: deque[Plan] = deque()
         self.pool_replaced = False
 
     @rule(
@@ -88,8 +93,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 3),
         priority=st.sampled_from([0, 0, 0, 10, -3]),
         patience=st.none() | st.floats(0.5, 20),
+        asks=st.sampled_from([False, False, True]),
     )
-    def submit(self, prompt, branch, salt, n, beam, max_tokens, min_tokens, priority, patience):
+    def submit(self, prompt, branch, salt, n, beam, max_tokens, min_tokens, priority, patience, asks):
         num_waiting, num_tokens = self.core.num_waiting, self.core.queues.waiting.num_tokens
         try:
             group = self.core.submit(
@@ -100,6 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_tokens=max_tokens,
                 min_tokens=min_tokens,
                 stop_token_ids=[STOP],
+                sampling=Sampling(num_prompt_logprobs=0) if asks else None,
                 beam=beam,
                 priority=priority,
                 salt=salt,
@@ -111,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.groups.append(group)
 
-    @precondition(lambda self: self.in_flight is None)
+    @precondition(lambda self: len(self.in_flight) < self.core.policy.max_steps_in_flight)
     @rule()
     def schedule(self):
         self.now += 1.0
@@ -122,9 +129,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.num_tokens == sum(row.num_new_tokens for row in plan.rows) <= policy.max_num_batched_tokens
         assert len(plan.rows) <= policy.max_num_seqs
         for row in plan.rows:
-            assert row.start == row.sequence.num_computed_tokens
-            num_slots = len(row.sequence.block_table) * blocks.block_size
-            assert row.start + row.num_new_tokens <= num_slots, "a token has no slot"
+            end = row.start + row.num_new_tokens
+            assert end == row.sequence.num_computed_tokens
+            assert end <= len(row.sequence.block_table) * blocks.block_size, "a token has no slot"
+            last = row.group.num_prompt_tokens + row.group.max_tokens - 1
+            assert end <= last or self.pool_replaced, "a token is computed behind which nothing is sampled"
         if not policy.chunked_prefill and any(row.group.number in decoding for row in plan.rows):
             assert all(row.num_new_tokens == 1 for row in plan.rows), "a step mixes prefill and decode"
         self.memory.execute(plan)
@@ -136,19 +145,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if sequence.status is Status.FINISHED_ABORTED:
                     self.end_once(dropped.group, sequence.index)
         if plan.rows:
-            self.in_flight = plan
+            self.in_flight.append(plan)
         else:
-            assert not self.core.num_live, "groups wait and nothing runs"
+            assert self.in_flight or not self.core.num_live, "groups wait and nothing runs"
 
-    @precondition(lambda self: self.in_flight is not None)
+    @precondition(lambda self: self.in_flight)
     @rule(step_s=st.sampled_from([0.0, 0.1, 3.0]), swap_s=st.sampled_from([0.0, 0.1]), failing=st.integers(0, 60))
     def update(self, step_s=0.0, swap_s=0.0, failing=60):
-        assert self.in_flight is not None
-        result = run(self.in_flight, step_s, swap_s)
+        plan = self.in_flight.popleft()
+        result = run(plan, step_s, swap_s)
         if failing < len(result.token_ids):
             result = replace(result, failed=[failing])
-        outputs = self.core.update(self.in_flight, result)
-        self.in_flight = None
+        outputs = self.core.update(plan, result)
         assert all(not group.live for group in outputs.failed)
         for end in outputs.finished:
             self.end_once(end.group, end.sequence.index)
@@ -156,11 +164,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 whole = expected_outputs(end.group)[end.sequence.index][: end.group.max_tokens]
                 assert end.sequence.output_token_ids.tolist() == whole
 
-    @precondition(lambda self: self.in_flight is not None)
+    @precondition(lambda self: self.in_flight)
     @rule(next_pool=st.none() | st.tuples(st.integers(4, 30), st.sampled_from([0, 3, 20])))
     def lose_the_worker(self, next_pool):
         self.core.requeue_running()
-        self.in_flight = None
+        self.in_flight.clear()
         self.memory.clear()
         blocks = self.core.blocks
         assert blocks.num_free == blocks.num_blocks
@@ -208,18 +216,28 @@ class SchedulerMachine(RuleBasedStateMachine):
                 output = sequence.output_token_ids.tolist()
                 assert output == whole[: len(output)]
 
+    @invariant()
+    def a_prompt_is_told_of_once_token_by_token_before_the_first_output(self):
+        for group in self.groups:
+            if group.prompt_logprobs is not None:
+                told = group.prompt_logprobs.ranks.tolist()
+                assert told == list(range(1, len(told) + 1))
+                if any(sequence.output_token_ids for sequence in group.sequences):
+                    assert len(told) == group.num_prompt_tokens - 1
+
     def teardown(self):
         if not hasattr(self, "core"):
             return
-        if self.in_flight is not None:
-            self.update()
-        for _ in range(4000):
+        for _ in range(8000):
             if not self.core.num_live:
                 break
-            self.schedule()
-            if self.in_flight is not None:
+            if len(self.in_flight) < self.core.policy.max_steps_in_flight:
+                self.schedule()
+            if self.in_flight:
                 self.update()
             self.core.check()
+        while self.in_flight:
+            self.update()
         assert all(sequence.status.finished for group in self.groups for sequence in group.sequences)
         assert self.core.blocks.num_held == 0
         assert self.core.blocks.num_free_swap_blocks == self.core.blocks.num_swap_blocks
