@@ -5,11 +5,13 @@ CUDA: Triton. CPU: C++. Elsewhere, and where these can not be used, the torch tw
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import onednn, reference
 from kernels.batch_bounds import BatchBounds
 from kernels.cpu import CpuKernels, KernelsUnavailable, unit_of
 from kernels.forms import FLOATS
@@ -18,6 +20,16 @@ _Attention = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None, float | None, BatchBounds | None], Tensor
 ]
 SampleTokens = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...] | None], Tensor]
+
+LinearLayer = Callable[[Tensor], Tensor]
+
+
+class PackLinear(Protocol):
+    """Makes a linear layer out of its weight and bias; see `reference.linear`."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False) -> LinearLayer:
+        """The layer, whose weight may be a copy in another layout."""
+
 
 # What the Triton kernels take at most, and what Triton compiles for at least.
 _MOST_HEAD_DIM = 256
@@ -38,6 +50,7 @@ class Operations:
     """
 
     name: str
+    linear: PackLinear
     reshape_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     rotate_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     paged_attention: _Attention
@@ -116,6 +129,7 @@ def triton_kernels() -> Operations:
 
     return Operations(
         name=f"cuda: Triton {'.'.join(version.split('.')[:2])}",
+        linear=reference.linear,
         reshape_and_cache=reshape_and_cache.reshape_and_cache,
         rotate_and_cache=reshape_and_cache.rotate_and_cache,
         paged_attention=paged_attention.paged_attention,
@@ -135,6 +149,7 @@ def cpp(kernels: CpuKernels) -> Operations:
     return replace(
         torch_reference(),
         name=f"cpu: C++ {kernels.level}",
+        linear=partial(_linear_on_cpu, kernels),
         reshape_and_cache=kernels.reshape_and_cache,
         rotate_and_cache=kernels.rotate_and_cache,
         paged_attention=kernels.paged_attention,
@@ -149,6 +164,7 @@ def torch_reference(note: str = "") -> Operations:
     """The torch twins, which run everywhere; `note` says why they were chosen."""
     return Operations(
         name="reference",
+        linear=_linear_by_torch,
         reshape_and_cache=reference.reshape_and_cache,
         rotate_and_cache=reference.rotate_and_cache,
         paged_attention=reference.paged_attention,
@@ -162,3 +178,16 @@ def torch_reference(note: str = "") -> Operations:
         note=note,
         reads_behind_context=True,
     )
+
+
+def _linear_on_cpu(kernels: CpuKernels, weight: Tensor, bias: Tensor | None, *, widened: bool = False) -> LinearLayer:
+    """C++ where that is faster: for float32 torch is as good, and oneDNN makes more of AMX."""
+    left_to_onednn = kernels.level.startswith("amx") and onednn.takes(weight)
+    if weight.dtype == torch.float32 or left_to_onednn or weight.shape[1] % unit_of(weight.dtype):
+        return _linear_by_torch(weight, bias, widened=widened)
+    return kernels.linear(weight, bias, widened=widened)
+
+
+def _linear_by_torch(weight: Tensor, bias: Tensor | None, *, widened: bool = False) -> LinearLayer:
+    make = onednn.OneDnnLinear if onednn.takes(weight) else reference.linear
+    return make(weight, bias, widened=widened)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels import build
 from kernels.batch_bounds import BatchBounds
+from kernels.cpu_linear import ARGUMENTS, CpuLinear
 from kernels.forms import FLOATS, check_attention, check_dtypes, check_slots, form
 
 # As csrc/elements.hpp numbers them.
@@ -76,6 +77,7 @@ class CpuKernels:
         self._rotate_and_cache = function("rotate_and_cache", _ROTATE, c_int)
         self._rms_norm = function("rms_norm", _NORM, None)
         self._silu_and_mul = function("silu_and_mul", _GATE, None)
+        self._linear = function("linear", ARGUMENTS, c_int)
 
     def paged_attention(
         self,
@@ -248,6 +250,12 @@ class CpuKernels:
         pointers = (_DTYPES[x.dtype], x.data_ptr(), out.data_ptr())
         self._silu_and_mul(*pointers, num_rows, size // 2, self._region, self._num_threads)
         return out
+
+    def linear(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False) -> CpuLinear:
+        """See `reference.linear`."""
+        threads = (self._region, self._num_threads)
+        unit = unit_of(weight.dtype)
+        return CpuLinear(self._linear, _DTYPES[weight.dtype], unit, weight, bias, widened=widened, threads=threads)
 
 
 def pin_threads() -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from kernels.batch_bounds import BatchBounds
@@ -246,6 +247,29 @@ def swap_blocks(source: Tensor, destination: Tensor, block_pairs: Tensor) -> Non
 def _as_bytes(kv_cache: Tensor) -> npt.NDArray[np.uint8]:
     """[num_layers, 2, num_blocks, bytes] of a cache in CPU memory."""
     return kv_cache.view(torch.uint8).view(*kv_cache.shape[:3], -1).numpy()
+
+
+class PlainLinear:
+    """y = x W^T + b, with the weight as it is."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False) -> None:
+        self._weight, self._bias, self._widened = weight, bias, widened
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, num_inputs] -> [num_tokens, num_outputs]."""
+        y = functional.linear(x, self._weight, self._bias)
+        return y.float() if self._widened else y
+
+
+def linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False) -> PlainLinear:
+    """A linear layer, y = x W^T + b: made once, which may put the weight into another layout, and called for each step.
+
+    Args:
+        weight: [num_outputs, num_inputs].
+        bias: [num_outputs], or None.
+        widened: whether y is float32 in place of the weight's dtype.
+    """
+    return PlainLinear(weight, bias, widened=widened)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -13,7 +13,7 @@ from worker_fakes import tiny_runner
 
 from bench.in_process import make_runner
 from worker.checkpoint import UnsupportedModel, read_config
-from worker.layers.linear import Linear, _onednn_has_bfloat16
+from worker.models import generic
 from worker.models.generic import GenericForCausalLM
 from worker.models.llama import LlamaForCausalLM
 from worker.models.registry import load_model
@@ -97,12 +97,10 @@ def served_by(directory, dtype, cache_dtype=None):
 
 @pytest.mark.parametrize("case", ["gemma2", "phi3"])
 def test_products_in_bfloat16_are_packed_and_say_the_same(tmp_path, monkeypatch, case):
-    if not _onednn_has_bfloat16():
-        pytest.skip("this CPU has no packed products in bfloat16")
     directory = save(make(case), tmp_path)
     packed = served_by(directory, torch.bfloat16)
     assert not [module for module in packed._whole.modules() if type(module) is nn.Linear]
-    monkeypatch.setattr(Linear, "pack", lambda product: None)
+    monkeypatch.setattr(generic, "_pack", lambda plain, operations: None)
     plain = served_by(directory, torch.bfloat16)
     found, expected = (
         ours(start_runner(model, num_blocks=64, block_size=4).runner, num_tokens=1) for model in (packed, plain)

@@ -1,33 +1,45 @@
-"""Layers that no other file tests: packed linear products."""
+"""Layers that no other file tests: stacked products, and the head."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
-from worker.layers.linear import Linear, padded_rows  # noqa: E402
+from kernels.choice import choose, torch_reference  # noqa: E402
+from worker.layers.embedding import Embedding, Head  # noqa: E402
+from worker.layers.linear import Linear  # noqa: E402
 
-
-@pytest.mark.parametrize(("num_rows", "padded"), [(1, 1), (15, 15), (16, 16), (17, 18), (33, 36), (65, 72), (512, 512)])
-def test_rows_are_rounded_up_to_eight_sizes_an_octave(num_rows, padded):
-    assert padded_rows(num_rows) == padded
-
-
-def test_rounding_adds_an_eighth_at_most_and_knows_few_sizes():
-    sizes = {padded_rows(num_rows) for num_rows in range(1, 2049)}
-    assert all(n <= padded_rows(n) <= n * 9 / 8 for n in range(1, 2049))
-    assert len(sizes) <= 72
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 100])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_product_is_the_plain_one(num_rows, bias):
+def test_stacked_projections_stand_side_by_side_whoever_multiplies(num_rows, bias):
     torch.manual_seed(0)
-    layer = Linear(64, {"a": 32, "b": 16}, bias=bias, dtype=torch.bfloat16, device=torch.device("cpu"))
-    layer.weight.normal_()
-    if layer.bias is not None:
-        layer.bias.normal_()
-    x = torch.randn(num_rows, 64).bfloat16()
-    plain = layer(x)
-    layer.pack()
-    packed = layer(x)
-    assert packed.shape == plain.shape
-    torch.testing.assert_close(packed, plain, rtol=2e-2, atol=2e-2)
+    dtype = torch.bfloat16
+    parts = {"a.weight": (32, 64), "a.bias": (32,), "b.weight": (16, 64), "b.bias": (16,)}
+    tensors = {name: torch.randn(*shape).to(dtype) for name, shape in parts.items()}
+    x = torch.randn(num_rows, 64).to(dtype)
+    for operations in (torch_reference(), choose(CPU, dtype, head_dim=64, block_size=16)):
+        layer = Linear(64, {"a": 32, "b": 16}, bias=bias, dtype=dtype, device=CPU)
+        for name, tensor in layer.checkpoint_tensors("").items():
+            tensor.copy_(tensors[name])
+        layer.pack(operations)
+        expected = [x.float() @ tensors[f"{name}.weight"].float().T for name in "ab"]
+        if bias:
+            expected = [y + tensors[f"{name}.bias"].float() for y, name in zip(expected, "ab", strict=True)]
+        torch.testing.assert_close(layer(x).float(), torch.cat(expected, -1), rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_head_gives_logits_in_float32_and_leaves_the_embedding_it_is_tied_to(dtype):
+    torch.manual_seed(0)
+    embedding = Embedding(50, 24, dtype=dtype, device=CPU)
+    embedding.weight.normal_()
+    vectors = embedding.weight.clone()
+    head = Head(24, 50, dtype=dtype, device=CPU)
+    head.tie(embedding)
+    head.pack(choose(CPU, dtype, head_dim=64, block_size=16))
+    x = torch.randn(3, 24).to(dtype)
+    logits = head(x)
+    assert logits.dtype is torch.float32
+    torch.testing.assert_close(logits, x.float() @ vectors.float().T, rtol=1e-2, atol=5e-2)
+    assert embedding.weight.equal(vectors)

@@ -115,6 +115,7 @@ def _judge(name: str, found: Tensor, expected: Tensor, tolerance: float) -> Chec
 
 def _cases() -> Iterator[tuple[str, str, Callable[[Operations, Setting], _Results]]]:
     """Operation, what is special, and what gives its result and the twin's."""
+    yield "linear", "5 x 72 to 33", _linear
     yield "rms_norm", "3 x 72", _rms_norm
     yield "add_rms_norm", "3 x 72", _add_rms_norm
     yield "silu_and_mul", "5 x 2 x 33", _silu_and_mul
@@ -137,6 +138,12 @@ def _cases() -> Iterator[tuple[str, str, Callable[[Operations, Setting], _Result
 def _widened(x: Tensor) -> Tensor:
     """A copy in float32, in place of which an operation may put its result."""
     return x.to(torch.float32, copy=True)
+
+
+def _linear(operations: Operations, setting: Setting) -> _Results:
+    x, weight, bias = setting.random(5, 72), setting.random(33, 72), setting.random(33)
+    twin = reference.PlainLinear(weight.float(), bias.float())
+    return operations.linear(weight, bias)(x), twin(x.float())
 
 
 def _rms_norm(operations: Operations, setting: Setting) -> _Results:
@@ -330,7 +337,7 @@ class Switch:
         names = all_operations()
 
         def forward(name: str) -> Callable[..., object]:
-            return lambda *arguments: getattr(self.current, name)(*arguments)
+            return lambda *arguments, **options: getattr(self.current, name)(*arguments, **options)
 
         others = {each.name: getattr(first, each.name) for each in fields(Operations) if each.name not in names}
         self.operations = Operations(**{name: forward(name) for name in names}, **others)  # type: ignore[arg-type]

@@ -16,12 +16,14 @@ from pathlib import Path
 import torch
 
 from kernels import build
-from kernels.choice import Operations, choose
+from kernels.choice import LinearLayer, Operations, choose
+from kernels.cpu_linear import CpuLinear
+from kernels.onednn import OneDnnLinear
+from kernels.reference import PlainLinear
 from worker.cache_engine import CacheShape
 from worker.cache_size import available_memory
 from worker.checkpoint import DTYPES, ModelError, checkpoint_dtype, find_checkpoint, read_config
 from worker.config import WorkerSettings
-from worker.layers.linear import Linear
 from worker.loading import dtype_name, prepare_device
 from worker.models.registry import load_model
 from worker.parity import Check, Setting, Switch, check_model, check_operations
@@ -32,6 +34,11 @@ _DISTRIBUTIONS = ("pagewire", "torch", "triton", "numpy", "safetensors", "transf
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
 _SPEED_BYTES = 256 << 20
 _PRODUCT_SIZE = 1024
+_PRODUCTS = {
+    CpuLinear: "C++, weights packed",
+    OneDnnLinear: "oneDNN, weights packed",
+    PlainLinear: "torch, weights as loaded",
+}
 _ROUNDS = 3
 
 
@@ -78,7 +85,7 @@ def _sections(settings: WorkerSettings) -> Iterator[tuple[str, Iterable[Line]]]:
     operations = choose(device, dtype, head_dim=64, block_size=settings.block_size, cache_dtype=cache_dtype)
     title = f"kernels for {dtype_name(dtype)} with a cache in {dtype_name(cache_dtype)}"
     yield f"{title}, {torch.get_num_threads()} threads", _kernels(operations, dtype, device)
-    yield "speed", _speeds(device, dtype)
+    yield "speed", _speeds(operations, dtype, device)
     setting = Setting(device, dtype, cache_dtype, settings.block_size)
     yield f"operations: {operations.name}, against their torch twins", check_operations(operations, setting)
     if problem is not None:
@@ -142,22 +149,14 @@ def _kernels(operations: Operations, dtype: torch.dtype, device: torch.device) -
     levels = list(build.levels())
     if operations.name.startswith("cpu: ") and not operations.name.endswith(levels[-1]):
         yield Fact("note", f"this CPU does not run the fastest, {levels[-1]}")
-    if device.type == "cpu":
-        is_packed = _product(dtype, device).weight.is_mkldnn
-        yield Fact("matrix products", "oneDNN, weights packed" if is_packed else "oneDNN or BLAS, weights as loaded")
-        if not is_packed and dtype != torch.float32:
-            reason = "only bfloat16 is" if dtype != torch.bfloat16 else "this CPU has no instructions for bfloat16"
-            yield Fact("note", f"they are not packed, since {reason}: --dtype chooses another one")
+    yield Fact("matrix products", _PRODUCTS[type(_product(operations, dtype, device))])
 
 
-def _product(dtype: torch.dtype, device: torch.device) -> Linear:
-    product = Linear(_PRODUCT_SIZE, {"": _PRODUCT_SIZE}, bias=False, dtype=dtype, device=device)
-    product.weight.fill_(0.5)
-    product.pack()
-    return product
+def _product(operations: Operations, dtype: torch.dtype, device: torch.device) -> LinearLayer:
+    return operations.linear(torch.full((_PRODUCT_SIZE, _PRODUCT_SIZE), 0.5, dtype=dtype, device=device), None)
 
 
-def _speeds(device: torch.device, dtype: torch.dtype) -> Iterator[Line]:
+def _speeds(operations: Operations, dtype: torch.dtype, device: torch.device) -> Iterator[Line]:
     host = torch.ones(_SPEED_BYTES // 4)
     yield _speed("memory read", host.sum, _SPEED_BYTES)
     other = torch.empty_like(host)
@@ -169,7 +168,7 @@ def _speeds(device: torch.device, dtype: torch.dtype) -> Iterator[Line]:
         yield _speed("GPU memory copy", lambda: back.copy_(there), _SPEED_BYTES)
         yield _speed("host to GPU", lambda: there.copy_(pinned, non_blocking=True), _SPEED_BYTES)
         yield _speed("GPU to host", lambda: pinned.copy_(there, non_blocking=True), _SPEED_BYTES)
-    product = _product(dtype, device)
+    product = _product(operations, dtype, device)
     x = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype, device=device)
     took_s = _seconds(lambda: product(x))
     yield Fact("matrix product", f"{2 * _PRODUCT_SIZE**3 / took_s / 1e12:.2f} TFLOP/s in {dtype_name(dtype)}")

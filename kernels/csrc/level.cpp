@@ -4,6 +4,7 @@
 // wrapper (kernels/cpu.py) makes. See vector.hpp for why no C++ header is included here.
 #include "attention.hpp"
 #include "cache.hpp"
+#include "linear.hpp"
 #include "pointwise.hpp"
 
 #define JOIN(operation, level) operation##_##level
@@ -60,4 +61,16 @@ EXPORT(void, silu_and_mul)(
     Dtype dtype, const void* x, void* out, int64_t num_rows, int64_t size, ParallelRegion region, int num_threads
 ) {
     run_pointwise<true>({dtype, x, nullptr, nullptr, 0.0f, out, num_rows, size}, {region, num_threads});
+}
+
+EXPORT(int, linear)(
+    Dtype dtype, const void* x, int64_t x_stride, const void* weight, const float* scales, const void* bias, void* out,
+    int num_rows, int num_outputs, int num_inputs, int gated, int widened, ParallelRegion region, int num_threads
+) {
+    const int64_t out_stride = gated ? num_outputs / 2 : num_outputs;
+    return linear(
+        {dtype, x, x_stride, weight, scales, bias, out, out_stride, num_rows, num_outputs, num_inputs, gated != 0,
+         widened != 0},
+        {region, num_threads}
+    );
 }

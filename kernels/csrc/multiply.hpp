@@ -15,12 +15,6 @@
 
 namespace {
 
-// A number as a type.
-template <int kNumber>
-struct Number {
-    static constexpr int value = kNumber;
-};
-
 // Some of the columns of a K block.
 template <class Unit>
 struct Chunk {

@@ -74,13 +74,12 @@ ALWAYS_INLINE void gate_row(const Pointwise& a, int64_t row) {
     int64_t i = 0;
     for (; i + kWidth <= a.size; i += kWidth) {
         const Floats x = Element::load(gate + i);
-        const Floats silu = x / (1.0f + power_of_two(x * -kLog2E));
-        Element::store(out + i, Element::rounded(silu) * Element::load(up + i));
+        Element::store(out + i, Element::rounded(silu(x)) * Element::load(up + i));
     }
     for (; i < a.size; ++i) {
         const float x = Element::widen(gate[i]);
-        const float silu = x / (1.0f + power_of_two(broadcast(x * -kLog2E))[0]);
-        out[i] = Element::narrow(Element::widen(Element::narrow(silu)) * Element::widen(up[i]));
+        const Value gated = Element::narrow(silu(broadcast(x))[0]);
+        out[i] = Element::narrow(Element::widen(gated) * Element::widen(up[i]));
     }
 }
 

@@ -34,6 +34,12 @@ typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
 
 constexpr float kInfinity = __builtin_inff();
 
+// A number as a type.
+template <int kNumber>
+struct Number {
+    static constexpr int value = kNumber;
+};
+
 ALWAYS_INLINE int least(int a, int b) { return a < b ? a : b; }
 ALWAYS_INLINE int round_up(int count, int unit) { return (count + unit - 1) / unit * unit; }
 ALWAYS_INLINE Floats broadcast(float value) { return Floats{} + value; }
@@ -135,5 +141,19 @@ ALWAYS_INLINE float largest_of(Floats x) {
     return most;
 #endif
 }
+
+// Integers of 8 bits as floats.
+ALWAYS_INLINE Floats widen_bytes(const int8_t* from) {
+#if defined(__AVX512F__)  // GCC 12 would convert them lane by lane
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+    Bytes bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Integers), Floats);
+#endif
+}
+
+ALWAYS_INLINE Floats silu(Floats x) { return x / (1.0f + power_of_two(x * -kLog2E)); }
 
 }  // namespace

@@ -19,15 +19,11 @@ class Embedding:
 
 
 class Head(Linear):
-    """The product that scores every token id of the vocabulary."""
+    """The product that scores every token id of the vocabulary: [num_samples, size] -> float32 logits."""
 
     def __init__(self, size: int, vocabulary_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(size, {"lm_head": vocabulary_size}, bias=False, dtype=dtype, device=device)
+        super().__init__(size, {"lm_head": vocabulary_size}, bias=False, dtype=dtype, device=device, widened=True)
 
     def tie(self, embedding: Embedding) -> None:
-        """Takes the embedding's vectors for weights; `pack` gives the head a copy of its own later."""
+        """Takes the embedding's vectors for weights; packed, the head may have a copy of its own."""
         self.weight = embedding.weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[num_samples, size] -> logits [num_samples, vocabulary_size] in float32."""
-        return super().__call__(x).float()

@@ -4,15 +4,19 @@ Layers are plain objects that hold tensors and are called. Nothing here is train
 nn.Module would have no work, and their share of each call shows in a decode step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+
+from kernels.choice import LinearLayer, Operations
+from kernels.reference import PlainLinear
 
 
 class Linear:
     """One matrix product for all of `outputs`, whose results stand side by side in the last dimension.
+
+    It is filled, then packed, then called.
 
     Args:
         in_features: size of the input.
@@ -20,16 +24,25 @@ class Linear:
         bias: whether each has one.
         dtype: of the weights, which is the input's as well.
         device: where they live.
+        widened: whether the results are float32.
     """
 
     def __init__(
-        self, in_features: int, outputs: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        widened: bool = False,
     ) -> None:
         self.outputs = dict(outputs)
         out_features = sum(outputs.values())
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-        self._multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
+        self._widened = widened
+        self._multiply: LinearLayer | None = None
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
@@ -42,41 +55,13 @@ class Linear:
                 tensors[f"{prefix}{name}.bias"] = bias
         return tensors
 
-    def pack(self) -> None:
-        """Reorders the loaded weight once into oneDNN's blocked layout, where that is known to pay: bfloat16 on a CPU.
-
-        The plain weight is let go. A decode step of SmolLM2-135M spends 6 instead of 14 ms in its products then, since
-        otherwise each call reorders the weight afresh.
-        """
-        weight = self.weight
-        if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not _onednn_has_bfloat16():
-            return
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self._multiply = _multiply_packed
+    def pack(self, operations: Operations) -> None:
+        """Puts the loaded weight into the layout that these multiply fastest; the plain one is let go then."""
+        self._multiply = operations.linear(self.weight, self.bias, widened=self._widened)
+        if not isinstance(self._multiply, PlainLinear):
+            self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, the sum of all outputs]."""
-        return self._multiply(x, self.weight, self.bias)
-
-
-def _multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    num_rows = x.shape[0]
-    num_padding = padded_rows(num_rows) - num_rows
-    if num_padding:
-        x = pad(x, (0, 0, 0, num_padding))
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")[:num_rows]
-
-
-def padded_rows(num_rows: int) -> int:
-    """The least multiple of the largest power of two below an eighth of `num_rows` that is not less than it.
-
-    oneDNN makes and keeps code for each number of rows that it meets: some milliseconds and two megabytes for a step
-    of SmolLM2-135M. Under load a step has another number of rows each time, so they are rounded up, by an eighth at
-    most, to eight sizes an octave.
-    """
-    unit = 1 << max(0, num_rows.bit_length() - 4)
-    return -(-num_rows // unit) * unit
-
-
-def _onednn_has_bfloat16() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        assert self._multiply is not None, "not packed"
+        return self._multiply(x)

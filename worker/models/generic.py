@@ -23,10 +23,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
-from kernels.choice import Operations
+from kernels.choice import LinearLayer, Operations
+from kernels.reference import PlainLinear
 from worker.checkpoint import ModelError, UnsupportedModel
 from worker.layers.attention import AttentionMetadata, attend
-from worker.layers.linear import Linear
 
 _ATTENTION = "pagewire"
 # Relative error of the logits, as vectors, at which a model has proved itself; that of other models is near one.
@@ -153,14 +153,10 @@ AttentionInterface.register(_ATTENTION, _paged_attention)
 class _Packed(nn.Module):
     """In the place of an nn.Linear: the same product, by a weight in the layout that the device multiplies fastest."""
 
-    def __init__(self, product: Linear) -> None:
+    def __init__(self, product: LinearLayer, weight: Tensor) -> None:
         super().__init__()
         self._product = product
-
-    @property
-    def weight(self) -> Tensor:
-        """For layers that ask for its dtype."""
-        return self._product.weight
+        self.weight = weight.new_empty(0)  # for layers that ask for its dtype
 
     def forward(self, x: Tensor) -> Tensor:
         return self._product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
@@ -332,7 +328,7 @@ def _fix_rotation(whole: nn.Module, context_length: int) -> None:
             module.rope_type = by_layer[None]
 
 
-def _settle(whole: nn.Module) -> None:
+def _settle(whole: nn.Module, operations: Operations) -> None:
     """Packs the weight of every nn.Linear where that pays, and copies all others out of the checkpoint's files.
 
     transformers leaves weights on the CPU where the files are mapped, and a mapping counts as our memory as long as one
@@ -342,7 +338,7 @@ def _settle(whole: nn.Module) -> None:
     for parent, name in places:
         child = getattr(parent, name)
         # Not of the classes that are made from nn.Linear: their forward is their own.
-        packed = _pack(child) if type(child) is nn.Linear else None
+        packed = _pack(child, operations) if type(child) is nn.Linear else None
         if packed is not None:
             setattr(parent, name, packed)
             continue
@@ -351,14 +347,11 @@ def _settle(whole: nn.Module) -> None:
                 parameter.data = parameter.data.clone()
 
 
-def _pack(plain: nn.Linear) -> _Packed | None:
+def _pack(plain: nn.Linear, operations: Operations) -> _Packed | None:
     """The same product by a packed weight; None where it does not pay."""
     weight, bias = plain.weight.data, None if plain.bias is None else plain.bias.data.clone()
-    outputs = {"": plain.out_features}
-    product = Linear(plain.in_features, outputs, bias=bias is not None, dtype=weight.dtype, device=weight.device)
-    product.weight, product.bias = weight, bias
-    product.pack()
-    return _Packed(product) if product.weight.is_mkldnn else None
+    product = operations.linear(weight, bias)
+    return None if isinstance(product, PlainLinear) else _Packed(product, weight)
 
 
 @torch.inference_mode()
@@ -387,7 +380,7 @@ def _prove(
     tolerance = max(_TOLERANCES[whole.dtype], _TOLERANCES[cache_dtype])
     try:
         expected = torch.cat([whole(part[None], use_cache=False).logits[0] for part in tokens.split([3, 2])]).float()
-        _settle(whole)
+        _settle(whole, operations)
         whole.set_attn_implementation(_ATTENTION)
         model = GenericForCausalLM(whole, whole.base_model, numbers, operations)
         step = model.step(layer_caches, metadata)

@@ -125,8 +125,8 @@ class GPT2ForCausalLM:
         """Puts the loaded weights into the layout that the device multiplies fastest."""
         for block in self.blocks:
             for linear in (block.qkv, block.output, block.up, block.down):
-                linear.pack()
-        self.head.pack()
+                linear.pack(self.operations)
+        self.head.pack(self.operations)
 
     def __call__(
         self,

@@ -163,8 +163,8 @@ class LlamaForCausalLM:
         """Puts the loaded weights into the layout that the device multiplies fastest."""
         for layer in self.layers:
             for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
-                linear.pack()
-        self.head.pack()
+                linear.pack(self.operations)
+        self.head.pack(self.operations)
 
     def __call__(
         self,

@@ -141,11 +141,11 @@ class OPTForCausalLM:
         """Puts the loaded weights into the layout that the device multiplies fastest."""
         for layer in self.layers:
             for linear in (layer.qkv, layer.output, layer.up, layer.down):
-                linear.pack()
+                linear.pack(self.operations)
         for projection in (self.project_in, self.project_out):
             if projection is not None:
-                projection.pack()
-        self.head.pack()
+                projection.pack(self.operations)
+        self.head.pack(self.operations)
 
     def __call__(
         self,

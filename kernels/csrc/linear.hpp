@@ -1,0 +1,253 @@
+// Linear layers: y = x W^T + b for a batch of tokens, on weights that were packed once.
+//
+// The weight stands in panels of 32 outputs, [units][32] each, in the units of product.hpp: what one step of the sums
+// takes in stands together, and a panel is one stream through memory. The kernel is the inner one of Goto & van de Geijn
+// 2008: a tile of sums in registers, each step of it an outer product, and a panel that stays in the cache while all
+// rows of x go past it. At small batches memory decides, so a thread that works on one panel asks for the one that it
+// will probably get next.
+//
+// Of a quantized weight each value is an int8, [inputs][32] in each panel, and each output has a scale. An int8 is a
+// number of every other kind too: the sum runs over the integers themselves, and is multiplied by the scale once.
+//
+// An output is one sum, made in one order: neither the batch nor the threads nor the tile changes a bit of it.
+#pragma once
+
+#include <stdlib.h>
+
+#include "product.hpp"
+#include "threads.hpp"
+
+namespace {
+
+constexpr int kPanel = 32;  // outputs
+#if defined(__AVX512F__)
+constexpr int kRowsAtOnce = 12;  // with two vectors of outputs each: what the registers hold
+#else
+constexpr int kRowsAtOnce = 4;
+#endif
+
+struct Linear {
+    Dtype dtype;          // of x, of the bias, of the weight unless it is int8, and of out unless it is widened
+    const void* x;        // [num_rows][num_inputs], rows x_stride values apart
+    int64_t x_stride;
+    const void* weight;   // [panels][units][32] units, or [panels][num_inputs][32] int8
+    const float* scales;  // of each output, where the weight is int8; else null
+    const void* bias;     // of each output, or null
+    void* out;            // [num_rows][num_outputs], or half as many where gated; rows out_stride values apart
+    int64_t out_stride;
+    int num_rows, num_outputs, num_inputs;
+    bool gated;    // a panel is 16 gates and the 16 values that they are for; what comes out is silu(gate) * value
+    bool widened;  // out is float32, and the sums are not rounded
+};
+
+struct LinearJob {
+    Linear a;
+    int num_threads;
+    Counter panels;
+    bool out_of_memory;
+};
+
+// A panel as a tile takes it in.
+template <class Product>
+struct Plain {
+    const typename Product::Unit* units;
+
+    ALWAYS_INLINE typename Product::Loaded load(int unit, int column) const {
+        return Product::load(units + (int64_t)unit * kPanel + column);
+    }
+};
+
+template <class Product>
+struct Quantized {
+    const int8_t* values;
+
+    ALWAYS_INLINE Words load(int unit, int column) const {
+        const int8_t* from = values + (int64_t)unit * Product::kPerUnit * kPanel + column;
+        if constexpr (Product::kPerUnit == 1) return (Words)widen_bytes(from);
+        // Integers as float32 have lower halves of zero, and what is left of them is bfloat16.
+        return (Words)widen_bytes(from) >> 16 | (Words)widen_bytes(from + kPanel);
+    }
+};
+
+// What is asked for while a panel is worked on: `bytes` more with each unit.
+struct Ahead {
+    const char* at;
+    int bytes;
+};
+
+template <class Product, int kRows, class Panel>
+ALWAYS_INLINE void multiply_tile(
+    const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, int column, Ahead ahead,
+    float (*results)[kPanel]
+) {
+    Floats sums[kRows][2] = {};
+    for (int unit = 0; unit < num_units; ++unit) {
+        const typename Product::Loaded weights[2] = {
+            (typename Product::Loaded)panel.load(unit, column), (typename Product::Loaded)panel.load(unit, column + kWidth)
+        };
+        for (int byte = 0; byte < ahead.bytes; byte += 64) __builtin_prefetch(ahead.at + byte, 0, 2);
+        ahead.at += ahead.bytes;
+#pragma GCC unroll 12
+        for (int row = 0; row < kRows; ++row) {
+            const auto* values = x + row * x_stride + unit * Product::kPerUnit;
+            sums[row][0] = Product::multiply_add(sums[row][0], weights[0], values);
+            sums[row][1] = Product::multiply_add(sums[row][1], weights[1], values);
+        }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+        store_floats(results[row] + column, sums[row][0]);
+        store_floats(results[row] + column + kWidth, sums[row][1]);
+    }
+}
+
+// The products of some rows with a panel.
+template <class Product, class Panel>
+void multiply_panel(
+    int num_rows, const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, Ahead ahead,
+    float (*results)[kPanel]
+) {
+    for (int column = 0; column < kPanel; column += 2 * kWidth, ahead.bytes = 0) {
+        const auto tile = [&](auto rows) __attribute__((always_inline)) {
+            constexpr int kRows = decltype(rows)::value;
+            if constexpr (kRows <= kRowsAtOnce)
+                multiply_tile<Product, kRows>(x, x_stride, panel, num_units, column, ahead, results);
+        };
+        switch (num_rows) {
+            case 1: tile(Number<1>{}); break;
+            case 2: tile(Number<2>{}); break;
+            case 3: tile(Number<3>{}); break;
+            case 4: tile(Number<4>{}); break;
+            case 5: tile(Number<5>{}); break;
+            case 6: tile(Number<6>{}); break;
+            case 7: tile(Number<7>{}); break;
+            case 8: tile(Number<8>{}); break;
+            case 9: tile(Number<9>{}); break;
+            case 10: tile(Number<10>{}); break;
+            case 11: tile(Number<11>{}); break;
+            default: tile(Number<12>{});
+        }
+    }
+}
+
+// From a row's sums over a panel to its outputs.
+template <class Element>
+ALWAYS_INLINE void finish_row(const Linear& a, int row, int64_t panel, float* sums) {
+    using Value = typename Element::Value;
+    const int first = (int)panel * kPanel, count = least(kPanel, a.num_outputs - first);
+    if (a.scales != nullptr)
+        for (int i = 0; i < count; ++i) sums[i] *= a.scales[first + i];
+    if (a.bias != nullptr)
+        for (int i = 0; i < count; ++i) sums[i] += Element::widen(static_cast<const Value*>(a.bias)[first + i]);
+    if (a.widened) {
+        memcpy(static_cast<float*>(a.out) + row * a.out_stride + first, sums, count * sizeof *sums);
+    } else if (a.gated) {
+        Value* out = static_cast<Value*>(a.out) + row * a.out_stride + first / 2;
+        for (int i = 0; i < kPanel / 2; i += kWidth) {
+            const Floats gate = Element::rounded(load_floats(sums + i));
+            const Floats value = Element::rounded(load_floats(sums + kPanel / 2 + i));
+            Element::store(out + i, Element::rounded(silu(gate)) * value);
+        }
+    } else {
+        convert<Float32, Element>(sums, static_cast<Value*>(a.out) + row * a.out_stride + first, count);
+    }
+}
+
+// All rows with one panel, while `next_bytes` at `next` are asked for. `rows` has room for rows as they are multiplied.
+template <class Product, class Element, class Panel>
+ALWAYS_INLINE void run_panel(
+    const Linear& a, int64_t number, Panel panel, const char* next, int64_t next_bytes,
+    typename Product::Left::Value* rows
+) {
+    using Left = typename Product::Left;
+    const int num_units = a.num_inputs / Product::kPerUnit;
+    const int num_blocks = (a.num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
+    Ahead ahead = {next, (int)(next_bytes / num_units / num_blocks) + (next_bytes > 0)};  // of each block its share
+    float results[kRowsAtOnce][kPanel] __attribute__((aligned(64)));
+    for (int row = 0; row < a.num_rows; row += kRowsAtOnce, ahead.at += (int64_t)ahead.bytes * num_units) {
+        const int count = least(kRowsAtOnce, a.num_rows - row);
+        const auto* x = static_cast<const typename Element::Value*>(a.x) + row * a.x_stride;
+        if constexpr (Left::kDtype == Element::kDtype) {
+            multiply_panel<Product>(count, x, a.x_stride, panel, num_units, ahead, results);
+        } else {
+            for (int i = 0; i < count; ++i)
+                convert<Element, Left>(x + i * a.x_stride, rows + (int64_t)i * a.num_inputs, a.num_inputs);
+            multiply_panel<Product>(count, rows, a.num_inputs, panel, num_units, ahead, results);
+        }
+        for (int i = 0; i < count; ++i) finish_row<Element>(a, row + i, number, results[i]);
+    }
+}
+
+template <class Product, class Element, bool kQuantized>
+void run_panels(void* data) {
+    LinearJob& job = *static_cast<LinearJob*>(data);
+    const Linear& a = job.a;
+    const int num_units = a.num_inputs / Product::kPerUnit;
+    const int64_t num_weights = (int64_t)a.num_inputs * kPanel;
+    const int64_t panel_bytes = kQuantized ? num_weights : num_weights / Product::kPerUnit * (int)sizeof(typename Product::Unit);
+    // Rows, and a panel of integers that are widened.
+    using Value = typename Product::Left::Value;
+    const size_t row_bytes = (sizeof(Value) * kRowsAtOnce * a.num_inputs + 63) / 64 * 64;
+    char* memory = static_cast<char*>(aligned_alloc(64, row_bytes + sizeof(uint32_t) * num_units * kPanel));
+    if (memory == nullptr) {
+        __atomic_store_n(&job.out_of_memory, true, __ATOMIC_RELAXED);
+        return;
+    }
+    Value* rows = reinterpret_cast<Value*>(memory);
+    uint32_t* widened = reinterpret_cast<uint32_t*>(memory + row_bytes);
+
+    const char* weight = static_cast<const char*>(a.weight);
+    for (int64_t number = job.panels.take(1); number < job.panels.count; number = job.panels.take(1)) {
+        const char* at = weight + number * panel_bytes;
+        const bool more = number + job.num_threads < job.panels.count;
+        const char* next = at + (more ? job.num_threads * panel_bytes : 0);
+        const int64_t next_bytes = more ? panel_bytes : 0;
+        if constexpr (!kQuantized) {
+            const Plain<Product> panel = {reinterpret_cast<const typename Product::Unit*>(at)};
+            run_panel<Product, Element>(a, number, panel, next, next_bytes, rows);
+        } else {
+            const Quantized<Product> panel = {reinterpret_cast<const int8_t*>(at)};
+            if (a.num_rows <= kRowsAtOnce) {
+                run_panel<Product, Element>(a, number, panel, next, next_bytes, rows);
+                continue;
+            }
+            // Many rows: the integers are widened once for all of them.
+            for (int unit = 0; unit < num_units; ++unit)
+                for (int column = 0; column < kPanel; column += kWidth) {
+                    const Words words = panel.load(unit, column);
+                    memcpy(widened + (int64_t)unit * kPanel + column, &words, sizeof words);
+                }
+            run_panel<Product, Element>(a, number, Plain<Product>{widened}, next, next_bytes, rows);
+        }
+    }
+    free(memory);
+}
+
+// Gives -1, or -2 without memory.
+int linear(const Linear& a, const Threads& threads) {
+    if (a.num_rows == 0) return -1;
+    LinearJob job = {a, threads.num_threads, {0, (a.num_outputs + kPanel - 1) / kPanel}, false};
+    const auto run_by = [&](auto product, auto element) {
+        using Product = decltype(product);
+        using Element = decltype(element);
+        using Integers = InFloat32<Float32>;
+        void (*run)(void*) = run_panels<Product, Element, false>;
+        if (a.scales != nullptr) {
+            if constexpr (Product::Left::kDtype == Element::kDtype)
+                run = run_panels<Product, Element, true>;
+            else
+                run = run_panels<Integers, Element, true>;
+        }
+        run_on(threads, job.panels.count > 1, run, &job);
+    };
+    if (a.dtype == kFloat32) run_by(InFloat32<Float32>{}, Float32{});
+#if defined(__AVX512BF16__)
+    if (a.dtype == kBfloat16) run_by(InBfloat16{}, Bfloat16{});
+#else
+    if (a.dtype == kBfloat16) run_by(InFloat32<Bfloat16>{}, Bfloat16{});
+#endif
+    if (a.dtype == kFloat16) run_by(InFloat32<Float16>{}, Float16{});
+    return job.out_of_memory ? -2 : -1;
+}
+
+}  // namespace

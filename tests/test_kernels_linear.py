@@ -1,0 +1,142 @@
+"""Linear layers by C++ and by oneDNN against their twin."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from kernels import build, choice, onednn  # noqa: E402
+from kernels.cpu import CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
+from kernels.cpu_linear import CpuLinear  # noqa: E402
+from kernels.reference import PlainLinear  # noqa: E402
+
+try:
+    LEVELS = [*runnable_levels(), *build.MODELS]
+except KernelsUnavailable:
+    LEVELS = []
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Of the sum of all that is added up: rounding of the result, and of sums in another order.
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+def random(*shape, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs_and_inputs", [(1, 2), (31, 6), (32, 64), (33, 8), (96, 576), (70, 1536)])
+def test_a_product_in_cpp_is_the_twins(level, dtype, outputs_and_inputs):
+    num_outputs, num_inputs = outputs_and_inputs
+    weight, bias = random(num_outputs, num_inputs, dtype=dtype), random(num_outputs, dtype=dtype, seed=1)
+    layer = CpuKernels(level).linear(weight, bias)
+    for num_tokens in (0, 1, 2, 3, 4, 5, 11, 12, 13, 24, 31):
+        x = random(num_tokens, num_inputs, dtype=dtype, seed=2)
+        expected = PlainLinear(weight.double(), bias.double())(x.double())
+        size = PlainLinear(weight.double().abs(), bias.double().abs())(x.double().abs())
+        found = layer(x)
+        assert found.dtype is dtype
+        assert found.shape == expected.shape
+        assert ((found.double() - expected).abs() <= TOLERANCES[dtype] * size).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_output_is_the_same_bits_alone_and_in_a_batch_and_on_one_thread(level, dtype):
+    layer = CpuKernels(level).linear(random(100, 576, dtype=dtype), None, widened=True)
+    x = random(40, 576, dtype=dtype, seed=1)
+    together = layer(x)
+    assert torch.cat([layer(x[:1]), layer(x[1:6]), layer(x[6:])]).equal(together)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = CpuKernels(level).linear(random(100, 576, dtype=dtype), None, widened=True)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert alone(x).equal(together)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_widened_product_is_not_rounded_to_the_weights_dtype(level):
+    weight, x = random(64, 96, dtype=torch.bfloat16), random(5, 96, dtype=torch.bfloat16, seed=1)
+    found = CpuKernels(level).linear(weight, None, widened=True)(x)
+    torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_stand_apart_and_the_weight_may_change_once_it_is_packed(level, dtype):
+    weight, wide = random(40, 24, dtype=dtype), random(7, 50, dtype=dtype, seed=1)
+    layer = CpuKernels(level).linear(weight, None)
+    expected = layer(wide[:, :24].contiguous())
+    weight.zero_()
+    assert layer(wide[:, :24]).equal(expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_not_finite_stays_in_its_row(level):
+    layer = CpuKernels(level).linear(random(32, 64, dtype=torch.bfloat16), None)
+    x = random(3, 64, dtype=torch.bfloat16, seed=1)
+    expected = layer(x)
+    x[1, 5] = torch.nan
+    found = layer(x)
+    assert found[1].isnan().all()
+    assert found[[0, 2]].equal(expected[[0, 2]])
+
+
+@pytest.mark.skipif(not LEVELS, reason="the C++ kernels were not built")
+def test_arguments_that_do_not_fit_are_refused_with_their_shapes():
+    kernels = CpuKernels()
+    weight = random(8, 6, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"bias float32 \[8\] does not fit weight bfloat16 \[8, 6\]"):
+        kernels.linear(weight, torch.zeros(8))
+    with pytest.raises(ValueError, match="in pairs"):
+        kernels.linear(random(8, 5, dtype=torch.bfloat16), None)
+    layer = kernels.linear(weight, None)
+    for x in (
+        random(2, 4, dtype=torch.bfloat16),
+        random(2, 6, dtype=torch.float32),
+        random(6, 2, dtype=torch.bfloat16).T,
+    ):
+        with pytest.raises(ValueError, match="side by side"):
+            layer(x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "level", "expected"),
+    [
+        (torch.bfloat16, "avx512_bf16", CpuLinear),
+        (torch.float16, "avx2", CpuLinear),
+        (torch.float16, "amx_bf16", CpuLinear),
+        (torch.bfloat16, "amx_bf16", onednn.OneDnnLinear),
+        (torch.float32, "avx512_bf16", PlainLinear),
+    ],
+)
+def test_who_multiplies_is_chosen_by_dtype_and_cpu(monkeypatch, dtype, level, expected):
+    if not LEVELS:
+        pytest.skip("the C++ kernels were not built")
+    monkeypatch.setattr(onednn, "takes", lambda weight: weight.dtype is torch.bfloat16)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: weight, raising=False)
+    kernels = CpuKernels()
+    kernels.level = level
+    assert type(choice.cpp(kernels).linear(random(8, 6, dtype=dtype), None)) is expected
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 100])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_by_onednn_is_the_twins(num_rows, bias):
+    weight, offsets = random(48, 64, dtype=torch.bfloat16), random(48, dtype=torch.bfloat16) if bias else None
+    if not onednn.takes(weight):
+        pytest.skip("this CPU has no packed products in bfloat16")
+    x = random(num_rows, 64, dtype=torch.bfloat16, seed=1)
+    found, expected = onednn.OneDnnLinear(weight, offsets)(x), PlainLinear(weight, offsets)(x)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("num_rows", "padded"), [(1, 1), (15, 15), (16, 16), (17, 18), (33, 36), (65, 72), (512, 512)])
+def test_rows_for_onednn_are_rounded_up_to_eight_sizes_an_octave(num_rows, padded):
+    assert onednn.padded_rows(num_rows) == padded
+
+
+def test_rounding_adds_an_eighth_at_most_and_knows_few_sizes():
+    sizes = {onednn.padded_rows(num_rows) for num_rows in range(1, 2049)}
+    assert all(n <= onednn.padded_rows(n) <= n * 9 / 8 for n in range(1, 2049))
+    assert len(sizes) <= 72
