@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import onednn, reference
+from kernels import cpu_linear, onednn, reference
 from kernels.batch_bounds import BatchBounds
 from kernels.cpu import CpuKernels, KernelsUnavailable, unit_of
 from kernels.forms import FLOATS
@@ -27,7 +27,9 @@ LinearLayer = Callable[[Tensor], Tensor]
 class PackLinear(Protocol):
     """Makes a linear layer out of its weight and bias; see `reference.linear`."""
 
-    def __call__(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False) -> LinearLayer:
+    def __call__(
+        self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
+    ) -> LinearLayer:
         """The layer, whose weight may be a copy in another layout."""
 
 
@@ -51,6 +53,7 @@ class Operations:
 
     name: str
     linear: PackLinear
+    int8_linear: PackLinear
     reshape_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     rotate_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     paged_attention: _Attention
@@ -58,7 +61,6 @@ class Operations:
     swap_blocks: Callable[[Tensor, Tensor, Tensor], None]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    silu_and_mul: Callable[[Tensor], Tensor]
     gelu: Callable[[Tensor, str], Tensor]
     sample_tokens: SampleTokens
     note: str = ""
@@ -129,7 +131,8 @@ def triton_kernels() -> Operations:
 
     return Operations(
         name=f"cuda: Triton {'.'.join(version.split('.')[:2])}",
-        linear=reference.linear,
+        linear=activation.linear,
+        int8_linear=reference.int8_linear,
         reshape_and_cache=reshape_and_cache.reshape_and_cache,
         rotate_and_cache=reshape_and_cache.rotate_and_cache,
         paged_attention=paged_attention.paged_attention,
@@ -137,7 +140,6 @@ def triton_kernels() -> Operations:
         swap_blocks=copy_blocks.swap_blocks,
         rms_norm=rms_norm.rms_norm,
         add_rms_norm=rms_norm.add_rms_norm,
-        silu_and_mul=activation.silu_and_mul,
         gelu=activation.gelu,
         sample_tokens=sampling.sample_tokens,
         recordable=True,
@@ -150,12 +152,12 @@ def cpp(kernels: CpuKernels) -> Operations:
         torch_reference(),
         name=f"cpu: C++ {kernels.level}",
         linear=partial(_linear_on_cpu, kernels),
+        int8_linear=partial(_int8_linear_on_cpu, kernels),
         reshape_and_cache=kernels.reshape_and_cache,
         rotate_and_cache=kernels.rotate_and_cache,
         paged_attention=kernels.paged_attention,
         rms_norm=kernels.rms_norm,
         add_rms_norm=kernels.add_rms_norm,
-        silu_and_mul=kernels.silu_and_mul,
         reads_behind_context=False,
     )
 
@@ -164,7 +166,8 @@ def torch_reference(note: str = "") -> Operations:
     """The torch twins, which run everywhere; `note` says why they were chosen."""
     return Operations(
         name="reference",
-        linear=_linear_by_torch,
+        linear=_torch_linear,
+        int8_linear=reference.int8_linear,
         reshape_and_cache=reference.reshape_and_cache,
         rotate_and_cache=reference.rotate_and_cache,
         paged_attention=reference.paged_attention,
@@ -172,7 +175,6 @@ def torch_reference(note: str = "") -> Operations:
         swap_blocks=reference.swap_blocks,
         rms_norm=reference.rms_norm,
         add_rms_norm=reference.add_rms_norm,
-        silu_and_mul=reference.silu_and_mul,
         gelu=reference.gelu,
         sample_tokens=reference.sample_tokens,
         note=note,
@@ -180,14 +182,36 @@ def torch_reference(note: str = "") -> Operations:
     )
 
 
-def _linear_on_cpu(kernels: CpuKernels, weight: Tensor, bias: Tensor | None, *, widened: bool = False) -> LinearLayer:
+def _linear_on_cpu(
+    kernels: CpuKernels, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
+) -> LinearLayer:
     """C++ where that is faster: for float32 torch is as good, and oneDNN makes more of AMX."""
     left_to_onednn = kernels.level.startswith("amx") and onednn.takes(weight)
-    if weight.dtype == torch.float32 or left_to_onednn or weight.shape[1] % unit_of(weight.dtype):
-        return _linear_by_torch(weight, bias, widened=widened)
-    return kernels.linear(weight, bias, widened=widened)
+    if weight.dtype == torch.float32 or left_to_onednn or not cpu_linear.takes(weight, gated=gated):
+        return _linear_by_torch(kernels.silu_and_mul, weight, bias, widened=widened, gated=gated)
+    return kernels.linear(weight, bias, widened=widened, gated=gated)
 
 
-def _linear_by_torch(weight: Tensor, bias: Tensor | None, *, widened: bool = False) -> LinearLayer:
-    make = onednn.OneDnnLinear if onednn.takes(weight) else reference.linear
-    return make(weight, bias, widened=widened)
+def _int8_linear_on_cpu(
+    kernels: CpuKernels, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
+) -> LinearLayer:
+    if not cpu_linear.takes(weight, gated=gated):
+        return reference.int8_linear(weight, bias, widened=widened, gated=gated)
+    return kernels.int8_linear(weight, bias, widened=widened, gated=gated)
+
+
+def _torch_linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> LinearLayer:
+    return _linear_by_torch(reference.silu_and_mul, weight, bias, widened=widened, gated=gated)
+
+
+def _linear_by_torch(
+    silu_and_mul: LinearLayer, weight: Tensor, bias: Tensor | None, *, widened: bool, gated: bool
+) -> LinearLayer:
+    finish = Tensor.float if widened else silu_and_mul if gated else None
+    make = onednn.OneDnnLinear if onednn.takes(weight) else reference.PlainLinear
+    return make(weight, bias, finish)
+
+
+def with_int8_weights(operations: Operations) -> Operations:
+    """The same, but that linear layers made by them have weights of 8 bits."""
+    return replace(operations, name=f"{operations.name}, int8 weights", linear=operations.int8_linear)

@@ -14,6 +14,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from kernels import build
 from kernels.batch_bounds import BatchBounds
-from kernels.cpu_linear import ARGUMENTS, CpuLinear
+from kernels.cpu_linear import ARGUMENTS, CpuLinear, packed_as_int8, packed_plainly
 from kernels.forms import FLOATS, check_attention, check_dtypes, check_slots, form
 
 # As csrc/elements.hpp numbers them.
@@ -251,11 +252,24 @@ class CpuKernels:
         self._silu_and_mul(*pointers, num_rows, size // 2, self._region, self._num_threads)
         return out
 
-    def linear(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False) -> CpuLinear:
+    def linear(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> CpuLinear:
         """See `reference.linear`."""
-        threads = (self._region, self._num_threads)
         unit = unit_of(weight.dtype)
-        return CpuLinear(self._linear, _DTYPES[weight.dtype], unit, weight, bias, widened=widened, threads=threads)
+        return self._pack(weight, bias, packed_plainly(weight, unit, gated=gated), widened=widened, gated=gated)
+
+    def int8_linear(
+        self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
+    ) -> CpuLinear:
+        """See `reference.int8_linear`."""
+        return self._pack(weight, bias, packed_as_int8(weight, gated=gated), widened=widened, gated=gated)
+
+    def _pack(
+        self, weight: Tensor, bias: Tensor | None, panels: tuple[Tensor, Tensor | None], *, widened: bool, gated: bool
+    ) -> CpuLinear:
+        run = partial(self._linear, _DTYPES[weight.dtype])
+        return CpuLinear(
+            run, weight, bias, *panels, widened=widened, gated=gated, threads=(self._region, self._num_threads)
+        )
 
 
 def pin_threads() -> bool:

@@ -1,7 +1,8 @@
 """Linear layers in C++: weights packed once, in the layout that `csrc/linear.hpp` reads, and their products.
 
 A weight stands in panels of 32 outputs: [panel, inputs / unit, 32] units of 2 bfloat16, or of 1 value of another dtype;
-the last panel is filled up with zeros.
+as int8 [panel, inputs, 32]. The last panel is filled up with zeros. Where the layer is gated, a panel is 16 gates and
+the 16 values that they are for.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.forms import form
+from kernels.reference import quantized
 
 _PANEL = 32
 ARGUMENTS = (c_int, c_void_p, c_int64, *[c_void_p] * 4, *[c_int] * 5, c_void_p, c_int)
@@ -20,66 +22,86 @@ class CpuLinear:
     """y = x W^T + b for one weight, in one dtype; see `reference.linear`.
 
     Args:
-        run: the library's function.
-        dtype: as the library numbers it.
-        unit: values of a unit.
-        weight: [num_outputs, num_inputs]; copied.
+        run: the library's function for the dtype.
+        weight: [num_outputs, num_inputs], as it was.
         bias: [num_outputs], or None.
-        widened: whether y is float32, the sums as they are, in place of the weight's dtype.
+        panels: the weight as it was packed.
+        scales: of each output, where the panels are int8.
+        widened: see `reference.linear`.
+        gated: see there.
         threads: what the library's functions end with.
     """
 
     def __init__(
         self,
         run: Callable[..., int],
-        dtype: int,
-        unit: int,
         weight: Tensor,
         bias: Tensor | None,
+        panels: Tensor,
+        scales: Tensor | None,
         *,
         widened: bool,
+        gated: bool,
         threads: tuple[int | None, int],
     ) -> None:
-        num_outputs, num_inputs = weight.shape
-        if weight.device.type != "cpu" or num_inputs % unit != 0:
-            raise ValueError(f"weight {form(weight)} on {weight.device} is not packed in pairs of inputs on the CPU")
+        num_outputs, self._num_inputs = weight.shape
         if bias is not None and (bias.shape != (num_outputs,) or bias.dtype != weight.dtype):
             raise ValueError(f"bias {form(bias)} does not fit weight {form(weight)}")
         self._run = run
-        self._dtype = dtype
-        self._kind = weight.dtype
-        self._num_outputs, self._num_inputs = num_outputs, num_inputs
-        self._panels = _panels(weight, unit)
-        self._bias = None if bias is None else bias.contiguous()
-        self._out_kind = torch.float32 if widened else weight.dtype
-        self._tail = (num_outputs, num_inputs, 0, int(widened), *threads)
+        self._dtype = weight.dtype
+        self._bias = None if bias is None else _interleaved(bias) if gated else bias.contiguous()
+        self._panels, self._scales = panels, scales
+        self._out_size = num_outputs // 2 if gated else num_outputs
+        self._out_dtype = torch.float32 if widened else weight.dtype
+        self._addresses = tuple(None if each is None else each.data_ptr() for each in (panels, scales, self._bias))
+        self._tail = (num_outputs, self._num_inputs, int(gated), int(widened), *threads)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, num_inputs], dense in its last dimension -> [num_tokens, num_outputs]."""
+        """[num_tokens, num_inputs], dense in its last dimension -> [num_tokens, num_outputs], or half where gated."""
         num_tokens, num_inputs = x.shape
-        if num_inputs != self._num_inputs or x.dtype != self._kind or x.stride(1) != 1 or x.device.type != "cpu":
-            raise ValueError(
-                f"x {form(x)} on {x.device} is not {self._kind} of {self._num_inputs} values, side by side"
-            )
-        out = torch.empty(num_tokens, self._num_outputs, dtype=self._out_kind)
-        status = self._run(
-            self._dtype,
-            x.data_ptr(),
-            x.stride(0),
-            self._panels.data_ptr(),
-            None,
-            None if self._bias is None else self._bias.data_ptr(),
-            out.data_ptr(),
-            num_tokens,
-            *self._tail,
-        )
-        if status != -1:
+        if num_inputs != self._num_inputs or x.dtype != self._dtype or x.stride(1) != 1 or x.device.type != "cpu":
+            raise ValueError(f"x {form(x)} on {x.device} is not of {self._num_inputs} {self._dtype}, side by side")
+        out = torch.empty(num_tokens, self._out_size, dtype=self._out_dtype)
+        if self._run(x.data_ptr(), x.stride(0), *self._addresses, out.data_ptr(), num_tokens, *self._tail) != -1:
             raise MemoryError("no memory for the rows of a product")
         return out
 
 
-def _panels(weight: Tensor, unit: int) -> Tensor:
-    units = weight.contiguous().view(torch.int32 if unit == 2 else weight.dtype)  # [N, K / unit]
+def takes(weight: Tensor, *, gated: bool) -> bool:
+    """Whether a weight can be packed: pairs of inputs, and gates that fill panels."""
+    return weight.device.type == "cpu" and weight.shape[1] % 2 == 0 and not (gated and len(weight) % _PANEL)
+
+
+def packed_plainly(weight: Tensor, unit: int, *, gated: bool) -> tuple[Tensor, None]:
+    """The panels of a weight that can be packed; no scales."""
+    _check(weight, gated=gated)
+    if gated:
+        weight = _interleaved(weight)
+    return _panels(weight.contiguous().view(torch.int32 if unit == 2 else weight.dtype)), None
+
+
+def packed_as_int8(weight: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:
+    """The panels of a weight that can be packed, and the factor of each output."""
+    _check(weight, gated=gated)
+    integers, scales = quantized(weight)
+    if gated:
+        integers, scales = _interleaved(integers), _interleaved(scales)
+    return _panels(integers), scales
+
+
+def _check(weight: Tensor, *, gated: bool) -> None:
+    if not takes(weight, gated=gated):
+        shape = "gates by 16 and inputs in pairs" if gated else "inputs in pairs"
+        raise ValueError(f"weight {form(weight)} on {weight.device} can not be packed: {shape}, on the CPU")
+
+
+def _interleaved(x: Tensor) -> Tensor:
+    """Gates, then values: 16 gates, 16 values, and so on."""
+    return x.view(2, -1, _PANEL // 2, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+
+def _panels(units: Tensor) -> Tensor:
+    """[num_outputs, n] -> [panels, n, 32]."""
     num_whole, num_left = divmod(len(units), _PANEL)
     panels = units.new_empty(num_whole + (num_left > 0), units.shape[1], _PANEL)
     for panel, of_panel in zip(panels, units.split(_PANEL), strict=True):

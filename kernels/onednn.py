@@ -3,27 +3,28 @@
 Otherwise each call would reorder the weight afresh, which takes longer than the product of a small batch.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 
 class OneDnnLinear:
-    """y = x W^T + b for one weight; see `reference.linear`."""
+    """y = finish(x W^T + b) for one weight; see `reference.PlainLinear`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, finish: Callable[[Tensor], Tensor] | None = None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self._bias = bias
-        self._widened = widened
+        self._bias, self._finish = bias, finish
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, num_inputs] -> [num_tokens, num_outputs]."""
+        """[num_tokens, num_inputs] -> [num_tokens, num_outputs], or what `finish` makes of them."""
         num_tokens = x.shape[0]
         num_padding = padded_rows(num_tokens) - num_tokens
         if num_padding:
             x = pad(x, (0, 0, 0, num_padding))
         y = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")[:num_tokens]
-        return y.float() if self._widened else y
+        return y if self._finish is None else self._finish(y)
 
 
 def takes(weight: Tensor) -> bool:

@@ -137,6 +137,7 @@ class Model:
     max_num_seqs: int
     adapters: tuple[str, ...]
     eos_token_ids: tuple[int, ...]
+    quantization: str
 
 
 class Transcript:

@@ -108,6 +108,7 @@ class GenerationService:
             max_num_batched_tokens=welcome.limits.max_num_batched_tokens,
             max_num_seqs=welcome.limits.max_num_seqs,
             eos_token_ids=model.defaults.eos_token_ids,
+            quantization=welcome.model.quantization,
         )
 
     async def admit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> LiveRequest:

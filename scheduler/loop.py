@@ -119,7 +119,7 @@ class SchedulerLoop:
             self.info = info
             self.ready.set()
         assert self.info is not None
-        for name in ("model", "context_length", "vocabulary_size", "dtype", "block_size"):
+        for name in ("model", "context_length", "vocabulary_size", "dtype", "quantization", "block_size"):
             if getattr(info, name) != getattr(self.info, name):
                 facts = {"field": name, "worker": getattr(info, name), "serving": getattr(self.info, name)}
                 log.error("worker refused: it is not the one that is served", extra=facts)

@@ -149,6 +149,7 @@ class SessionService:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             kv_cache_note=info.kv_cache_note,
+            quantization=info.quantization,
         )
         limits = pb.Limits(
             max_num_batched_tokens=self._settings.max_num_batched_tokens,

@@ -125,6 +125,7 @@ class FakeWorker:
             swap_ms_per_block=0.1 if self.num_cpu_blocks else 0,
             kv_cache_note="as the test wants",
             max_num_batched_tokens=4096,
+            quantization="none",
         )
 
     async def Execute(self, requests, context):

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 from kernels import build, choice, onednn  # noqa: E402
 from kernels.cpu import CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
 from kernels.cpu_linear import CpuLinear  # noqa: E402
-from kernels.reference import PlainLinear  # noqa: E402
+from kernels.reference import PlainLinear, int8_linear, linear, quantized  # noqa: E402
 
 try:
     LEVELS = [*runnable_levels(), *build.MODELS]
@@ -72,6 +72,42 @@ def test_rows_may_stand_apart_and_the_weight_may_change_once_it_is_packed(level,
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["linear", "int8_linear"])
+def test_a_gated_product_is_the_twins(level, dtype, name):
+    weight, bias = random(96, 64, dtype=dtype) / 8, random(96, dtype=dtype, seed=1)
+    layer = getattr(CpuKernels(level), name)(weight, bias, gated=True)
+    twin = {"linear": linear, "int8_linear": int8_linear}[name](weight, bias, gated=True)
+    for num_tokens in (1, 5, 29):
+        x = random(num_tokens, 64, dtype=dtype, seed=2)
+        torch.testing.assert_close(layer(x), twin(x), rtol=2e-2, atol=4 * TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs_and_inputs", [(31, 6), (32, 64), (70, 1536)])
+def test_an_int8_product_in_cpp_is_the_twins_and_the_same_bits_in_any_batch(level, dtype, outputs_and_inputs):
+    num_outputs, num_inputs = outputs_and_inputs
+    weight, bias = random(num_outputs, num_inputs, dtype=dtype), random(num_outputs, dtype=dtype, seed=1)
+    layer = CpuKernels(level).int8_linear(weight, bias, widened=True)
+    twin = int8_linear(weight, bias, widened=True)
+    x = random(31, num_inputs, dtype=dtype, seed=2)
+    together = layer(x)
+    torch.testing.assert_close(together, twin(x), rtol=1e-5, atol=2e-5 * num_inputs**0.5)
+    assert torch.cat([layer(x[:1]), layer(x[1:12]), layer(x[12:])]).equal(together)
+
+
+def test_a_quantized_weight_is_off_by_half_a_step_at_most_and_zero_stays_zero():
+    weight = random(5, 40, dtype=torch.float32)
+    weight[3] = 0
+    integers, scales = quantized(weight)
+    assert integers.dtype is torch.int8
+    assert ((integers * scales[:, None] - weight).abs() <= scales[:, None] * 0.5001).all()
+    assert (integers.abs().amax(1)[[0, 1, 2, 4]] == 127).all()
+    assert not integers[3].any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_is_not_finite_stays_in_its_row(level):
     layer = CpuKernels(level).linear(random(32, 64, dtype=torch.bfloat16), None)
     x = random(3, 64, dtype=torch.bfloat16, seed=1)
@@ -90,6 +126,8 @@ def test_arguments_that_do_not_fit_are_refused_with_their_shapes():
         kernels.linear(weight, torch.zeros(8))
     with pytest.raises(ValueError, match="in pairs"):
         kernels.linear(random(8, 5, dtype=torch.bfloat16), None)
+    with pytest.raises(ValueError, match="gates by 16"):
+        kernels.int8_linear(weight, None, gated=True)
     layer = kernels.linear(weight, None)
     for x in (
         random(2, 4, dtype=torch.bfloat16),

@@ -128,17 +128,17 @@ def test_an_operation_that_dies_or_gives_nan_or_another_shape_has_failed():
     broken = replace(
         torch_reference(),
         rms_norm=die,
-        silu_and_mul=lambda x: torch_reference().silu_and_mul(x) * torch.nan,
+        add_rms_norm=lambda *arguments: torch_reference().add_rms_norm(*arguments) * torch.nan,
         gelu=lambda x, approximate: x[:1],
     )
     outcomes = {c.name.split(",")[0]: c.outcome for c in check_operations(broken, SETTING) if not c.passed}
-    assert outcomes.keys() == {"rms_norm", "silu_and_mul", "gelu"}
+    assert outcomes.keys() == {"rms_norm", "add_rms_norm", "gelu"}
     assert outcomes["rms_norm"] == "RuntimeError: illegal instruction"
-    assert "off by nan" in outcomes["silu_and_mul"]
+    assert "off by nan" in outcomes["add_rms_norm"]
     assert outcomes["gelu"] == "gives [1, 33] for [5, 33]"
 
 
-@pytest.mark.parametrize("name", ["rotate_and_cache", "paged_attention", "silu_and_mul"])
+@pytest.mark.parametrize("name", ["rotate_and_cache", "paged_attention", "add_rms_norm"])
 def test_a_model_on_a_wrong_operation_has_failed_and_on_the_right_ones_not(tmp_path, name):
     directory = tiny_checkpoint(tmp_path)
     shape = CacheShape(2, 16, 2, 8, torch.float32)

@@ -33,6 +33,9 @@ class WorkerSettings(Settings):
         None, min_length=1, description="what clients call the model (default: the last part of --model)"
     )
     dtype: DtypeName = Field("auto", description="of weights and all that is computed; auto is the checkpoint's own")
+    quantization: Literal["none", "int8"] = Field(
+        "none", description="int8 keeps the weights of linear layers in 8 bits, a factor for each output; for CPUs"
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="most tokens of a sequence, prompt and output (default: what the model was made for)"
     )

@@ -3,11 +3,13 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from kernels.choice import Operations, with_int8_weights
 from kernels.cpu import pin_threads
 from protos.worker_pb2 import GetInfoResponse
 from worker.cache_engine import CacheEngine, CacheShape
@@ -74,6 +76,7 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
         block_size=settings.block_size,
         context_length=settings.max_model_len,
         cache_dtype=cache_dtype,
+        wrap=choose_quantization(settings, device),
     )
     operations = model.operations
     log.log(
@@ -111,7 +114,7 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
     if (record := _recorder(settings, model, device)) is not None:
         runner.record_decodes(record)
     name = settings.served_model_name or checkpoint_name(settings.model)
-    worker = warm_up(runner, cache, name=name, dtype=dtype, kv_cache_note=size.note)
+    worker = warm_up(runner, cache, name=name, dtype=dtype, kv_cache_note=size.note, quantization=settings.quantization)
     clock.log("warmed up", swap_ms_per_block=round(worker.info.swap_ms_per_block, 4))
     return worker
 
@@ -131,8 +134,27 @@ def prepare_device(settings: WorkerSettings) -> torch.device:
     return torch.device("cpu")
 
 
+def choose_quantization(settings: WorkerSettings, device: torch.device) -> Callable[[Operations], Operations] | None:
+    """What makes of a model's operations those that the settings want; None where they are right as they are.
+
+    Raises:
+        ModelError: it is not built for the device.
+    """
+    if settings.quantization == "none":
+        return None
+    if device.type != "cpu":
+        raise ModelError(f"--quantization {settings.quantization} is for CPUs, not {device.type}: leave it out")
+    return with_int8_weights
+
+
 def warm_up(
-    runner: ModelRunner, cache: CacheEngine, *, name: str, dtype: torch.dtype, kv_cache_note: str
+    runner: ModelRunner,
+    cache: CacheEngine,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    kv_cache_note: str,
+    quantization: str = "none",
 ) -> LoadedWorker:
     """The worker: has run what a first step would wait for, and measured what moving a block costs.
 
@@ -142,6 +164,7 @@ def warm_up(
         name: of the model.
         dtype: of its weights.
         kv_cache_note: how the number of blocks came about.
+        quantization: of the weights.
     """
     run_prompts(runner, [1])
     limits = runner.limits
@@ -158,6 +181,7 @@ def warm_up(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         # Behind the prompt: the pages of the cache's first blocks are there.
         swap_ms_per_block=cache.measure_swap(),
+        quantization=quantization,
     )
     return LoadedWorker(runner, info)
 

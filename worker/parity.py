@@ -115,10 +115,11 @@ def _judge(name: str, found: Tensor, expected: Tensor, tolerance: float) -> Chec
 
 def _cases() -> Iterator[tuple[str, str, Callable[[Operations, Setting], _Results]]]:
     """Operation, what is special, and what gives its result and the twin's."""
-    yield "linear", "5 x 72 to 33", _linear
+    for name in ("linear", "int8_linear"):
+        yield name, "5 x 72 to 33", partial(_linear, name=name)
+        yield name, "5 x 72 to 2 x 48, gated", partial(_linear, name=name, gated=True)
     yield "rms_norm", "3 x 72", _rms_norm
     yield "add_rms_norm", "3 x 72", _add_rms_norm
-    yield "silu_and_mul", "5 x 2 x 33", _silu_and_mul
     for approximate in ("none", "tanh"):
         yield "gelu", f"5 x 33, {approximate}", partial(_gelu, approximate=approximate)
     yield "rotate_and_cache", "queries", partial(_rotate_and_cache, is_cache=False)
@@ -140,10 +141,11 @@ def _widened(x: Tensor) -> Tensor:
     return x.to(torch.float32, copy=True)
 
 
-def _linear(operations: Operations, setting: Setting) -> _Results:
-    x, weight, bias = setting.random(5, 72), setting.random(33, 72), setting.random(33)
-    twin = reference.PlainLinear(weight.float(), bias.float())
-    return operations.linear(weight, bias)(x), twin(x.float())
+def _linear(operations: Operations, setting: Setting, *, name: str, gated: bool = False) -> _Results:
+    num_outputs = 96 if gated else 33
+    x, weight, bias = setting.random(5, 72), setting.random(num_outputs, 72), setting.random(num_outputs)
+    twin = getattr(reference, name)(weight.float(), bias.float(), gated=gated)
+    return getattr(operations, name)(weight, bias, gated=gated)(x), twin(x.float())
 
 
 def _rms_norm(operations: Operations, setting: Setting) -> _Results:
@@ -157,11 +159,6 @@ def _add_rms_norm(operations: Operations, setting: Setting) -> _Results:
     expected = reference.add_rms_norm(x.float(), expected_sum, weight.float(), 1e-5)
     found = operations.add_rms_norm(x, residual, weight, 1e-5)
     return torch.stack([found, residual]), torch.stack([expected, expected_sum])
-
-
-def _silu_and_mul(operations: Operations, setting: Setting) -> _Results:
-    x = setting.random(5, 66)
-    return operations.silu_and_mul(x), reference.silu_and_mul(x.float())
 
 
 def _gelu(operations: Operations, setting: Setting, *, approximate: str) -> _Results:

@@ -24,7 +24,7 @@ from worker.cache_engine import CacheShape
 from worker.cache_size import available_memory
 from worker.checkpoint import DTYPES, ModelError, checkpoint_dtype, find_checkpoint, read_config
 from worker.config import WorkerSettings
-from worker.loading import dtype_name, prepare_device
+from worker.loading import choose_quantization, dtype_name, prepare_device
 from worker.models.registry import load_model
 from worker.parity import Check, Setting, Switch, check_model, check_operations
 from worker.weights import weight_bytes
@@ -203,7 +203,8 @@ def _model(
     switches: list[Switch] = []
 
     def wrap(chosen: Operations) -> Operations:
-        switches.append(Switch(chosen))
+        quantize = choose_quantization(settings, device)
+        switches.append(Switch(quantize(chosen) if quantize else chosen))
         return switches[0].operations
 
     try:

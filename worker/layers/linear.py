@@ -25,6 +25,7 @@ class Linear:
         dtype: of the weights, which is the input's as well.
         device: where they live.
         widened: whether the results are float32.
+        gated: whether the second half of the results comes out, each times silu of its gate in the first.
     """
 
     def __init__(
@@ -36,12 +37,13 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         widened: bool = False,
+        gated: bool = False,
     ) -> None:
         self.outputs = dict(outputs)
         out_features = sum(outputs.values())
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-        self._widened = widened
+        self._widened, self._gated = widened, gated
         self._multiply: LinearLayer | None = None
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
@@ -57,11 +59,11 @@ class Linear:
 
     def pack(self, operations: Operations) -> None:
         """Puts the loaded weight into the layout that these multiply fastest; the plain one is let go then."""
-        self._multiply = operations.linear(self.weight, self.bias, widened=self._widened)
+        self._multiply = operations.linear(self.weight, self.bias, widened=self._widened, gated=self._gated)
         if not isinstance(self._multiply, PlainLinear):
             self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, in_features] -> [num_tokens, the sum of all outputs]."""
+        """[num_tokens, in_features] -> [num_tokens, the sum of all outputs], or half of it where it is gated."""
         assert self._multiply is not None, "not packed"
         return self._multiply(x)

@@ -208,7 +208,7 @@ class DecoderLayer:
         self.attention_norm = RMSNorm(size, epsilon, operations=operations, dtype=dtype, device=device)
         self.attention = Attention(config, window, operations=operations, dtype=dtype, device=device)
         self.mlp_norm = RMSNorm(size, epsilon, operations=operations, dtype=dtype, device=device)
-        self.mlp = MLP(config, operations=operations, dtype=dtype, device=device)
+        self.mlp = MLP(config, dtype=dtype, device=device)
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         """As the model's, for one layer."""
@@ -291,15 +291,12 @@ class Attention:
 class MLP:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(
-        self, config: LlamaConfig, *, operations: Operations, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._operations = operations
+    def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        size, bias = config.hidden_size, config.mlp_bias
         parts = {"gate_proj": config.mlp_size, "up_proj": config.mlp_size}
-        bias = config.mlp_bias
-        self.gate_up = Linear(config.hidden_size, parts, bias=bias, dtype=dtype, device=device)
-        self.down = Linear(config.mlp_size, {"down_proj": config.hidden_size}, bias=bias, dtype=dtype, device=device)
+        self.gate_up = Linear(size, parts, bias=bias, dtype=dtype, device=device, gated=True)
+        self.down = Linear(config.mlp_size, {"down_proj": size}, bias=bias, dtype=dtype, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Like `x`, [num_tokens, hidden_size]."""
-        return self.down(self._operations.silu_and_mul(self.gate_up(x)))
+        return self.down(self.gate_up(x))
