@@ -9,6 +9,7 @@ import itertools
 import random
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ class Case:
         blocked_by_memory: they wait for blocks instead, of which too few are free.
         waiting_cached: the prompts of those that wait are in the prefix cache, all but their last block.
         mixed: requests end and new ones are admitted all the time, so that steps hold chunks of prompts too.
+        steps_in_flight: steps that are planned before the first of them is answered.
     """
 
     num_running: int
@@ -47,6 +49,7 @@ class Case:
     blocked_by_memory: bool = False
     waiting_cached: bool = False
     mixed: bool = False
+    steps_in_flight: int = 1
 
 
 @dataclass(slots=True)
@@ -106,11 +109,13 @@ class Driver:
             max_num_seqs=case.num_running,
             max_waiting_requests=case.num_waiting + case.num_running + _MIXED_QUEUE,
             max_waiting_tokens=1 << 40,
+            max_steps_in_flight=case.steps_in_flight,
         )
         longest = (_PROMPT_TOKENS + _OUTPUT_TOKENS if case.mixed else case.context) + 2048
         blocks = BlockManager(case.num_running * (longest // BLOCK_SIZE + 1), BLOCK_SIZE)
         self.core = Scheduler(policy, blocks)
         self._refill = False
+        self._in_flight: deque[tuple[Plan, bytes]] = deque()
         self.timings = Timings()
         self._prompt: array[int] | None = None
 
@@ -157,17 +162,20 @@ class Driver:
         planned = time.perf_counter()
         data = to_request(plan, epoch=1).SerializeToString()
         sent = time.perf_counter()
-        answer = self._answer(plan, data)
+        timings.schedule.append((planned - start) * 1e3)
+        timings.request.append((sent - planned) * 1e3)
+        timings.num_tokens += plan.num_tokens
+        self._in_flight.append((plan, self._answer(plan, data)))
+        if len(self._in_flight) < self._case.steps_in_flight:
+            return
+        plan, answer = self._in_flight.popleft()
         received = time.perf_counter()
         result = parse(answer)
         parsed = time.perf_counter()
         core.update(plan, result)
         updated = time.perf_counter()
-        timings.schedule.append((planned - start) * 1e3)
         timings.update.append((updated - parsed) * 1e3)
-        timings.request.append((sent - planned) * 1e3)
         timings.result.append((parsed - received) * 1e3)
-        timings.num_tokens += plan.num_tokens
 
     def _submit(self, num_prompt_tokens: int, max_tokens: int, *, cached: bool = False) -> None:
         if cached and self._prompt is not None:

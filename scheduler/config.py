@@ -16,7 +16,13 @@ class SchedulerSettings(Settings):
     worker: str = Field("127.0.0.1:50053", description='the worker\'s address: "host:port" or "unix:/path"')
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of a step at most, prefill and decode together")
     max_num_seqs: int = Field(128, ge=1, description="sequences that run together at most")
-    max_steps_in_flight: int = Field(2, ge=1, le=2, description="steps that the worker has at once at most")
+    max_steps_in_flight: int | None = Field(
+        None,
+        ge=1,
+        le=2,
+        description="steps that the worker has at once at most (default: 2 for a GPU, 1 for a CPU, where planning takes "
+        "cores from the step that runs)",
+    )
     max_waiting_requests: int = Field(4096, ge=1, description="requests that wait at most; more are refused")
     max_waiting_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that wait at most, of all requests")
     watermark: float = Field(0.01, ge=0, lt=1, description="share of the blocks that admission leaves free for growth")
@@ -39,7 +45,9 @@ class SchedulerSettings(Settings):
         self.policy()
         return self
 
-    def policy(self) -> Policy:
-        """The part that the core knows."""
+    def policy(self, device: str = "cpu") -> Policy:
+        """The part that the core knows, for a worker that computes on `device`."""
         chosen = {field.name: getattr(self, field.name) for field in fields(Policy)}
-        return Policy(**chosen | {"preemption_mode": PreemptionMode(self.preemption_mode)})
+        chosen["preemption_mode"] = PreemptionMode(self.preemption_mode)
+        chosen["max_steps_in_flight"] = self.max_steps_in_flight or (2 if device == "cuda" else 1)
+        return Policy(**chosen)

@@ -5,8 +5,9 @@ samples is there (`num_expected_tokens`), so that the next step can be planned b
 worker's to know; on the wire it is -1. What has to be known is not counted on: the tokens of beams, which only the
 search chooses, and a sequence's last one, behind which nothing is computed.
 
-WHY THIS IS SAFE. The worker runs steps strictly in the order of their plans, and of each step the swaps out, the swaps
-in and the copies before the forward. So it is enough that each plan is right when those before it have been run.
+WHY THIS IS SAFE. What the worker computes is as if it ran steps strictly in the order of their plans, and of each step
+the swaps out, the swaps in and the copies before the forward. So it is enough that each plan is right when those before
+it have been run.
 
 1. A block that a sequence lets go of, because it ended, was aborted or was preempted, may still be read and written by
    steps in flight. Whoever gets it next is planned after them, so it is written again after them, and only what was

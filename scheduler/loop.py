@@ -103,7 +103,7 @@ class SchedulerLoop:
 
     def _adopt(self, info: GetInfoResponse) -> bool:
         """Takes a worker for the model that is served; False for one of another model."""
-        policy = self._settings.policy()
+        policy = self._settings.policy(info.device)
         if info.max_num_batched_tokens < policy.max_num_batched_tokens:
             message = (
                 f"--max-num-batched-tokens {policy.max_num_batched_tokens} is more than the "
@@ -135,7 +135,7 @@ class SchedulerLoop:
 
     async def _steps(self) -> None:
         assert self.core is not None
-        pacing = Pacing(self._settings.max_steps_in_flight)
+        pacing = Pacing(self.core.policy.max_steps_in_flight)
         while True:
             now, plan_time = self._clock(), pacing.next_plan_time()
             if plan_time is not None and plan_time <= now:

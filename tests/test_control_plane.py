@@ -1,10 +1,15 @@
-"""Router and scheduler over real gRPC, with a worker that answers by a script: what a client sees, and what is left."""
+"""Router and scheduler over real gRPC, with a worker that answers by a script: what a client sees, and what is left.
+
+With two steps in flight, as behind a GPU, where a test does not say otherwise; `test_session.py` has one.
+"""
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 
+import fakes
 import grpc
 import pytest
-from fakes import CONTEXT_LENGTH, EOS, TEXT, FakeWorker, control_plane, request
+from fakes import CONTEXT_LENGTH, EOS, TEXT, ControlPlane, FakeWorker, request
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -15,6 +20,10 @@ from protos.errors import Refusal, from_status
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.rpc import wait_for_serving
+
+
+def control_plane(worker: FakeWorker | None = None, **options) -> AbstractAsyncContextManager[ControlPlane]:
+    return fakes.control_plane(worker, **{"max_steps_in_flight": 2} | options)
 
 
 async def _read_all(call) -> None:
@@ -366,7 +375,7 @@ class ReadingAhead(FakeWorker):
 
 async def test_a_second_step_is_sent_before_the_first_is_answered_but_no_third():
     worker = ReadingAhead()
-    async with control_plane(worker, max_steps_in_flight=2) as plane:
+    async with control_plane(worker) as plane:
         worker.gate.clear()
         first = asyncio.create_task(plane.text("hello", max_tokens=9))
         await worker.until_in_flight(2)
@@ -394,7 +403,7 @@ async def test_one_step_at_a_time_where_that_is_asked_for():
 
 async def test_a_worker_lost_with_two_steps_in_flight_loses_no_token_and_repeats_none():
     worker = ReadingAhead()
-    async with control_plane(worker, max_steps_in_flight=2) as plane:
+    async with control_plane(worker) as plane:
         messages = aiter(plane.generation.Generate(request("hello", max_tokens=60)))
         text = (await anext(messages)).outputs[0].text
         worker.gate.clear()
@@ -405,7 +414,7 @@ async def test_a_worker_lost_with_two_steps_in_flight_loses_no_token_and_repeats
 
 
 async def test_a_stop_string_that_is_found_while_two_more_steps_are_in_flight_ends_the_text():
-    async with control_plane(ReadingAhead(), max_steps_in_flight=2) as plane:
+    async with control_plane(ReadingAhead()) as plane:
         answer = await plane.generation.Complete(request(max_tokens=50, strings=["brown"]))
         assert answer.outputs[0].text == "The quick "
         assert answer.usage.completion_tokens == len("The quick brown")

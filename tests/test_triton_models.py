@@ -82,6 +82,7 @@ def make_model(name, operations, dtype, device):
         drawn = torch.randn(tensor.shape, generator=generator)
         is_scale = tensor.ndim == 1 and tensor_name.endswith("weight")
         tensor.copy_(1 + 0.2 * drawn if is_scale else 0.2 * drawn if tensor.ndim == 1 else 0.3 * drawn)
+    model.pack()
     return model
 
 

@@ -182,6 +182,7 @@ def warm_up(
         # Behind the prompt: the pages of the cache's first blocks are there.
         swap_ms_per_block=cache.measure_swap(),
         quantization=quantization,
+        device=runner.device.type,
     )
     return LoadedWorker(runner, info)
 

@@ -52,7 +52,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._cache = cache
-        self._device = device
+        self.device = device
         self._streams = streams or streams_of(device)
         self.limits = StepLimits(
             vocabulary_size=model.config.vocabulary_size,
@@ -82,7 +82,7 @@ class ModelRunner:
             most_rows=min(most_rows, self.limits.max_num_batched_tokens),
             block_size=self.limits.block_size,
             context_length=self.limits.context_length,
-            device=self._device,
+            device=self.device,
         )
 
     def is_usable(self) -> bool:
@@ -115,7 +115,7 @@ class ModelRunner:
         graph_size = self._graphs.size_for(num_rows, num_tokens) if self._graphs is not None else None
 
         inputs, sent = make_inputs(
-            step, self.limits.block_size, self._device, *indexes, num_padding=(graph_size or num_rows) - num_rows
+            step, self.limits.block_size, self.device, *indexes, num_padding=(graph_size or num_rows) - num_rows
         )
         there: _Indexes[Tensor] = _Indexes(*sent)
         if len(indexes.unknown) > 0:
