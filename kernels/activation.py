@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.forms import check_floats, form
-from kernels.reference import PlainLinear
+from kernels.reference import PlainLinear, linear_finish
 
 _COLUMNS = 1024
 
@@ -59,7 +59,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> PlainLinear:
     """See `reference.linear`: torch's product, whose gate is a launch of ours behind it."""
-    return PlainLinear(weight, bias, Tensor.float if widened else silu_and_mul if gated else None)
+    return PlainLinear(weight, bias, linear_finish(silu_and_mul, widened=widened, gated=gated))
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:

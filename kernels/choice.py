@@ -207,7 +207,7 @@ def _torch_linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False,
 def _linear_by_torch(
     silu_and_mul: LinearLayer, weight: Tensor, bias: Tensor | None, *, widened: bool, gated: bool
 ) -> LinearLayer:
-    finish = Tensor.float if widened else silu_and_mul if gated else None
+    finish = reference.linear_finish(silu_and_mul, widened=widened, gated=gated)
     make = onednn.OneDnnLinear if onednn.takes(weight) else reference.PlainLinear
     return make(weight, bias, finish)
 

@@ -270,7 +270,14 @@ def linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated:
         widened: whether y is float32 in place of the weight's dtype.
         gated: whether `silu_and_mul` of y is given in place of y.
     """
-    return PlainLinear(weight, bias, Tensor.float if widened else silu_and_mul if gated else None)
+    return PlainLinear(weight, bias, linear_finish(silu_and_mul, widened=widened, gated=gated))
+
+
+def linear_finish(
+    silu_and_mul: Callable[[Tensor], Tensor], *, widened: bool, gated: bool
+) -> Callable[[Tensor], Tensor] | None:
+    """What the products of a linear layer go through where the product itself does not do it; None for nothing."""
+    return Tensor.float if widened else silu_and_mul if gated else None
 
 
 def int8_linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> "Int8Linear":
