@@ -25,7 +25,10 @@ if options.get("dies"):
     sys.exit(3)
 pids = [os.getpid()]
 if options.get("child"):
-    pids = [subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).pid]
+    child = subprocess.Popen(["tail", "-f", __file__], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    # It runs its own program, and has the memory of one, once it has printed something.
+    child.stdout.readline()
+    pids = [child.pid]
 print(json.dumps({"version": sys.argv[1], "pids": pids, "started_at": time.monotonic()}), flush=True)
 for number, line in enumerate(sys.stdin):
     requests = json.loads(line)["requests"]

@@ -83,7 +83,7 @@ def test_the_first_answer_is_counted_from_the_start_that_the_driver_tells(tmp_pa
 def test_memory_is_that_of_the_processes_that_the_driver_tells(tmp_path):
     engine = Engine(command(tmp_path, child=True))
     try:
-        assert 100_000 < engine.peak_memory_bytes() < 10_000_000, "of `sleep`, and not of the driver"
+        assert 100_000 < engine.peak_memory_bytes() < 10_000_000, "of `tail`, and not of the driver"
     finally:
         engine.close()
 
