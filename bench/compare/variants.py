@@ -56,6 +56,13 @@ VARIANTS = (
     Variant("llamacpp", "llamacpp", form="gguf-bf16", options=_LLAMACPP),
     Variant("transformers", "transformers", form="copy", options={"batching": "static"}, tests=("w1", "w2", "w3")),
     Variant("transformers-continuous", "transformers", form="copy", options=_LIMITS | {"batching": "continuous"}),
+    Variant(
+        "pagewire-int8",
+        OURS,
+        Precision.QUANTIZED,
+        options={"settings": [*_PAGEWIRE["settings"], "worker.quantization=int8"]},
+        tests=_ONE_STREAM,
+    ),
     Variant("openvino-int8", "openvino", Precision.QUANTIZED, "openvino-int8", _LIMITS, _ONE_STREAM),
     Variant("llamacpp-q8_0", "llamacpp", Precision.QUANTIZED, "gguf-q8_0", _LLAMACPP, _ONE_STREAM),
     Variant("llamacpp-q4_1", "llamacpp", Precision.QUANTIZED, "gguf-q4_1", _LLAMACPP, _ONE_STREAM),
