@@ -3,7 +3,7 @@
 CUDA: Triton. CPU: C++. Elsewhere, and where these can not be used, the torch twins, with a note that says why.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import cpu_linear, onednn, reference
+from kernels import cpu_linear, reference
 from kernels.batch_bounds import BatchBounds
 from kernels.cpu import CpuKernels, KernelsUnavailable, unit_of
+from kernels.cpu_decoder import CpuDecoder, DecoderLayer, DecoderShape
 from kernels.forms import FLOATS
 
 _Attention = Callable[
@@ -47,6 +48,8 @@ class Operations:
         note: why it is not a faster one; empty when there is none.
         reads_behind_context: whether attention reads slots behind a row's context and then masks them, so that a block
             which a sequence enters has to hold something finite.
+        decoder: makes one call of all layers of a decoder like Llama's, or gives None; None: it can not. What that
+            computes is what the other operations do, called by the model.
         recordable: whether no operation of a forward pass looks at what is on the device, so that one can be recorded
             as a CUDA graph.
     """
@@ -66,6 +69,7 @@ class Operations:
     note: str = ""
     reads_behind_context: bool = False
     recordable: bool = False
+    decoder: Callable[[DecoderShape, Sequence[DecoderLayer], Tensor], CpuDecoder | None] | None = None
 
 
 def choose(
@@ -158,6 +162,7 @@ def cpp(kernels: CpuKernels) -> Operations:
         paged_attention=kernels.paged_attention,
         rms_norm=kernels.rms_norm,
         add_rms_norm=kernels.add_rms_norm,
+        decoder=kernels.decoder,
         reads_behind_context=False,
     )
 
@@ -185,9 +190,7 @@ def torch_reference(note: str = "") -> Operations:
 def _linear_on_cpu(
     kernels: CpuKernels, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
 ) -> LinearLayer:
-    """C++ where that is faster: for float32 torch is as good, and oneDNN makes more of AMX."""
-    left_to_onednn = kernels.level.startswith("amx") and onednn.takes(weight)
-    if weight.dtype == torch.float32 or left_to_onednn or not cpu_linear.takes(weight, gated=gated):
+    if not cpu_linear.takes(weight, gated=gated):
         return _linear_by_torch(kernels.silu_and_mul, weight, bias, widened=widened, gated=gated)
     return kernels.linear(weight, bias, widened=widened, gated=gated)
 
@@ -208,8 +211,7 @@ def _linear_by_torch(
     silu_and_mul: LinearLayer, weight: Tensor, bias: Tensor | None, *, widened: bool, gated: bool
 ) -> LinearLayer:
     finish = reference.linear_finish(silu_and_mul, widened=widened, gated=gated)
-    make = onednn.OneDnnLinear if onednn.takes(weight) else reference.PlainLinear
-    return make(weight, bias, finish)
+    return reference.PlainLinear(weight, bias, finish)
 
 
 def with_int8_weights(operations: Operations) -> Operations:

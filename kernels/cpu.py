@@ -12,7 +12,7 @@ shape that they have everywhere, [num_blocks, block_size, num_kv_heads, head_dim
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels import build
+from kernels import build, cpu_decoder, cpu_linear
 from kernels.batch_bounds import BatchBounds
-from kernels.cpu_linear import ARGUMENTS, CpuLinear, packed_as_int8, packed_plainly
-from kernels.forms import FLOATS, check_attention, check_dtypes, check_slots, form
-
-# As csrc/elements.hpp numbers them.
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-_MOST_BLOCK_SIZE = 1024  # what csrc/tile.hpp has room for
+from kernels.cpu_decoder import CpuDecoder, DecoderLayer, DecoderShape
+from kernels.cpu_forms import (
+    DTYPES,
+    check_caches,
+    check_dense,
+    check_dense_slots,
+    check_places,
+    check_tokens,
+    misfit_row,
+    misfit_slot,
+)
+from kernels.cpu_linear import CpuLinear, packed_as_int8, packed_plainly
+from kernels.forms import check_attention, check_dtypes, form
 
 _THREADS = (c_void_p, c_int)
 _SCORES = (c_float, c_int, c_float)
@@ -66,7 +72,7 @@ class CpuKernels:
         if self.level not in (*runnable, *build.MODELS):
             raise KernelsUnavailable(f"this CPU runs {', '.join(runnable)}, but not {self.level}")
         self._num_threads = torch.get_num_threads()
-        self._region = _parallel_region()
+        self._region, self._team_size = _parallel_region()
 
         def function(operation: str, arguments: tuple[type, ...], result: type | None) -> Callable[..., int]:
             found = library[f"{operation}_{self.level}"]
@@ -78,7 +84,8 @@ class CpuKernels:
         self._rotate_and_cache = function("rotate_and_cache", _ROTATE, c_int)
         self._rms_norm = function("rms_norm", _NORM, None)
         self._silu_and_mul = function("silu_and_mul", _GATE, None)
-        self._linear = function("linear", ARGUMENTS, c_int)
+        self._linear = function("linear", cpu_linear.ARGUMENTS, c_int)
+        self._decode = function("decode", cpu_decoder.ARGUMENTS, c_int)
 
     def paged_attention(
         self,
@@ -98,16 +105,14 @@ class CpuKernels:
             raise ValueError(f"window {window} and softcap {softcap} are to be positive, or None")
         check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
         num_tokens, num_heads, head_dim = q.shape
-        num_blocks, block_size, num_kv_heads = _check_caches(k_cache, v_cache, head_dim)
+        num_blocks, block_size, num_kv_heads = check_caches(k_cache, v_cache, head_dim)
         num_rows = context_lengths.shape[0]
-        _check_tokens(q, "q")
-        for name, indices in (("block_tables", block_tables), ("starts", query_starts), ("lengths", context_lengths)):
-            if indices.dtype != torch.int32 or not indices.is_contiguous():
-                raise ValueError(f"{name} {form(indices)} are not contiguous int32")
+        check_tokens(q, "q")
+        check_places(block_tables, query_starts, context_lengths)
         out = torch.empty(q.shape, dtype=q.dtype)
         misfit = self._paged_attention(
-            _DTYPES[q.dtype],
-            _DTYPES[k_cache.dtype],
+            DTYPES[q.dtype],
+            DTYPES[k_cache.dtype],
             q.data_ptr(),
             q.stride(0),
             k_cache.data_ptr(),
@@ -130,30 +135,25 @@ class CpuKernels:
             self._region,
             self._num_threads,
         )
-        if misfit == -1:
-            return out
         if misfit == -2:
             raise MemoryError("no memory for the parts of a split context")
-        if misfit == num_rows:
-            raise ValueError(f"query_starts ends at {query_starts[-1]}, but q holds {num_tokens} tokens")
-        raise ValueError(
-            f"row {misfit} has {query_starts[misfit + 1] - query_starts[misfit]} queries, a context of "
-            f"{context_lengths[misfit]} and {block_tables.shape[1]} blocks, of {num_blocks} in the cache"
-        )
+        if misfit >= 0:
+            raise misfit_row(misfit, num_tokens, block_tables, query_starts, context_lengths, num_blocks)
+        return out
 
     def reshape_and_cache(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         """See `reference.reshape_and_cache`."""
         num_tokens, num_heads, head_dim = k.shape
-        num_blocks, block_size, num_kv_heads = _check_caches(k_cache, v_cache, head_dim)
+        num_blocks, block_size, num_kv_heads = check_caches(k_cache, v_cache, head_dim)
         check_dtypes(k_cache, v_cache, k, v)
         if v.shape != k.shape or num_heads != num_kv_heads:
             raise ValueError(f"k {form(k)} and v {form(v)} do not fit together, or {num_kv_heads} K/V heads")
-        _check_tokens(k, "k")
-        _check_tokens(v, "v")
-        _check_slots(slot_mapping, num_tokens)
+        check_tokens(k, "k")
+        check_tokens(v, "v")
+        check_dense_slots(slot_mapping, num_tokens)
         misfit = self._reshape_and_cache(
-            _DTYPES[k.dtype],
-            _DTYPES[k_cache.dtype],
+            DTYPES[k.dtype],
+            DTYPES[k_cache.dtype],
             k.data_ptr(),
             k.stride(0),
             v.data_ptr(),
@@ -170,26 +170,26 @@ class CpuKernels:
             self._num_threads,
         )
         if misfit >= 0:
-            raise ValueError(f"token {misfit} has slot {slot_mapping[misfit]} in {num_blocks} blocks of {block_size}")
+            raise misfit_slot(misfit, slot_mapping, num_blocks, block_size)
 
     def rotate_and_cache(
         self, heads: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
     ) -> Tensor:
         """See `reference.rotate_and_cache`."""
         num_tokens, num_all_heads, head_dim = heads.shape
-        num_blocks, block_size, num_kv_heads = _check_caches(k_cache, v_cache, head_dim)
+        num_blocks, block_size, num_kv_heads = check_caches(k_cache, v_cache, head_dim)
         num_heads = num_all_heads - 2 * num_kv_heads
         check_dtypes(k_cache, v_cache, heads, cos, sin)
-        _check_tokens(heads, "heads")
-        _check_slots(slot_mapping, num_tokens)
+        check_tokens(heads, "heads")
+        check_dense_slots(slot_mapping, num_tokens)
         angles = (num_tokens, head_dim // 2)
         if cos.shape != angles or sin.shape != angles:
             raise ValueError(f"cos {form(cos)} and sin {form(sin)} do not fit heads {form(heads)}")
         if num_heads < 1 or head_dim % 2 != 0 or not (cos.is_contiguous() and sin.is_contiguous()):
             raise ValueError(f"heads {form(heads)} with {num_kv_heads} K/V heads, or strided cos and sin")
         misfit = self._rotate_and_cache(
-            _DTYPES[heads.dtype],
-            _DTYPES[k_cache.dtype],
+            DTYPES[heads.dtype],
+            DTYPES[k_cache.dtype],
             heads.data_ptr(),
             heads.stride(0),
             cos.data_ptr(),
@@ -207,7 +207,7 @@ class CpuKernels:
             self._num_threads,
         )
         if misfit >= 0:
-            raise ValueError(f"token {misfit} has slot {slot_mapping[misfit]} in {num_blocks} blocks of {block_size}")
+            raise misfit_slot(misfit, slot_mapping, num_blocks, block_size)
         return heads[:, :num_heads]
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -224,11 +224,11 @@ class CpuKernels:
         size = x.shape[-1]
         if weight.shape != (size,) or weight.dtype != x.dtype:
             raise ValueError(f"weight {form(weight)} does not fit x {form(x)}")
-        _check_dense(x, "x")
-        _check_dense(weight, "weight")
+        check_dense(x, "x")
+        check_dense(weight, "weight")
         out = torch.empty_like(x)
         self._rms_norm(
-            _DTYPES[x.dtype],
+            DTYPES[x.dtype],
             x.data_ptr(),
             None if residual is None else residual.data_ptr(),
             weight.data_ptr(),
@@ -246,9 +246,9 @@ class CpuKernels:
         num_rows, size = x.shape
         if size % 2 != 0:
             raise ValueError(f"x {form(x)} has no two halves")
-        _check_dense(x, "x")
+        check_dense(x, "x")
         out = torch.empty(num_rows, size // 2, dtype=x.dtype)
-        pointers = (_DTYPES[x.dtype], x.data_ptr(), out.data_ptr())
+        pointers = (DTYPES[x.dtype], x.data_ptr(), out.data_ptr())
         self._silu_and_mul(*pointers, num_rows, size // 2, self._region, self._num_threads)
         return out
 
@@ -266,10 +266,21 @@ class CpuKernels:
     def _pack(
         self, weight: Tensor, bias: Tensor | None, panels: tuple[Tensor, Tensor | None], *, widened: bool, gated: bool
     ) -> CpuLinear:
-        run = partial(self._linear, _DTYPES[weight.dtype])
+        run = partial(self._linear, DTYPES[weight.dtype])
         return CpuLinear(
             run, weight, bias, *panels, widened=widened, gated=gated, threads=(self._region, self._num_threads)
         )
+
+    def decoder(self, shape: DecoderShape, layers: Sequence[DecoderLayer], norm: Tensor) -> CpuDecoder | None:
+        """The layers of a decoder like Llama's as one; None where they are not all made of `CpuLinear`."""
+        parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        if not all(isinstance(part, CpuLinear) for part in parts):
+            return None
+        return CpuDecoder(self._run_decoder, shape, layers, norm)
+
+    def _run_decoder(self, decoder: ctypes.Structure, step: ctypes.Structure) -> int:
+        threads = (self._region, self._team_size, self._num_threads)
+        return self._decode(ctypes.byref(decoder), ctypes.byref(step), *threads)
 
 
 def pin_threads() -> bool:
@@ -285,7 +296,7 @@ def pin_threads() -> bool:
     """
     if not hasattr(os, "sched_getaffinity"):
         return False
-    cpus, region = sorted(os.sched_getaffinity(0)), _parallel_region()
+    cpus, (region, _) = sorted(os.sched_getaffinity(0)), _parallel_region()
     try:
         library = _load_library()
     except KernelsUnavailable:
@@ -319,8 +330,9 @@ def _load_library() -> ctypes.CDLL:
         raise KernelsUnavailable(f"{build.LIBRARY} can not be loaded: {error}") from error
 
 
-def _parallel_region() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch has loaded; None (one thread) if it has none.
+def _parallel_region() -> tuple[int | None, int | None]:
+    """Where GOMP_parallel and omp_get_num_threads are in the OpenMP runtime that torch has loaded; None, one thread, if
+    it has none.
 
     See csrc/threads.hpp for what it is for.
     """
@@ -329,37 +341,9 @@ def _parallel_region() -> int | None:
     for path in candidates:
         try:
             runtime = ctypes.CDLL(None if path is None else str(path))
-            return ctypes.cast(runtime.GOMP_parallel, c_void_p).value
+            functions = (runtime.GOMP_parallel, runtime.omp_get_num_threads)
+            region, team_size = (ctypes.cast(function, c_void_p).value for function in functions)
+            return region, team_size
         except (OSError, AttributeError):
             continue
-    return None
-
-
-def _check_caches(k_cache: Tensor, v_cache: Tensor, head_dim: int) -> tuple[int, int, int]:
-    """num_blocks, block_size and num_kv_heads."""
-    num_blocks, block_size, num_kv_heads, cache_head_dim = k_cache.shape
-    if v_cache.shape != k_cache.shape or cache_head_dim != head_dim:
-        raise ValueError(f"k_cache {form(k_cache)} and v_cache {form(v_cache)} do not fit heads of {head_dim}")
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or block_size > _MOST_BLOCK_SIZE:
-        raise ValueError(f"k_cache {form(k_cache)} is strided, or has blocks of more than {_MOST_BLOCK_SIZE} tokens")
-    if k_cache.dtype == torch.bfloat16 and (block_size % 2 or head_dim % 2):
-        raise ValueError(f"blocks of {block_size} tokens with heads of {head_dim} are no pairs of bfloat16")
-    return num_blocks, block_size, num_kv_heads
-
-
-def _check_tokens(x: Tensor, name: str) -> None:
-    """That each token's heads stand side by side, [num_tokens, num_heads, head_dim], in CPU memory."""
-    together = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
-    if x.device.type != "cpu" or not together:
-        raise ValueError(f"{name} {form(x)} of strides {x.stride()} on {x.device}: heads are to stand side by side")
-
-
-def _check_slots(slot_mapping: Tensor, num_tokens: int) -> None:
-    check_slots(slot_mapping, num_tokens)
-    if not slot_mapping.is_contiguous():
-        raise ValueError(f"slot_mapping {form(slot_mapping)} is not contiguous")
-
-
-def _check_dense(x: Tensor, name: str) -> None:
-    if x.dtype not in _DTYPES or x.device.type != "cpu" or not x.is_contiguous():
-        raise ValueError(f"{name} {form(x)} is to be contiguous on the CPU, in one of {', '.join(map(str, FLOATS))}")
+    return None, None

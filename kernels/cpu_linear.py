@@ -6,7 +6,7 @@ the 16 values that they are for.
 """
 
 from collections.abc import Callable
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import Structure, c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -16,6 +16,18 @@ from kernels.reference import quantized
 
 _PANEL = 32
 ARGUMENTS = (c_int, c_void_p, c_int64, *[c_void_p] * 4, *[c_int] * 5, c_void_p, c_int)
+
+
+class Weights(Structure):
+    """A packed weight as csrc/decoder.hpp takes it."""
+
+    _fields_ = [
+        ("panels", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("num_outputs", c_int),
+        ("num_inputs", c_int),
+    ]
 
 
 class CpuLinear:
@@ -30,6 +42,11 @@ class CpuLinear:
         widened: see `reference.linear`.
         gated: see there.
         threads: what the library's functions end with.
+
+    Attributes:
+        shape: of the weight.
+        dtype: of x, of the bias, and of the weight as it was.
+        is_gated: see `gated`.
     """
 
     def __init__(
@@ -44,23 +61,28 @@ class CpuLinear:
         gated: bool,
         threads: tuple[int | None, int],
     ) -> None:
-        num_outputs, self._num_inputs = weight.shape
+        num_outputs, num_inputs = self.shape = weight.shape
+        self.dtype, self.is_gated = weight.dtype, gated
         if bias is not None and (bias.shape != (num_outputs,) or bias.dtype != weight.dtype):
             raise ValueError(f"bias {form(bias)} does not fit weight {form(weight)}")
         self._run = run
-        self._dtype = weight.dtype
         self._bias = None if bias is None else _interleaved(bias) if gated else bias.contiguous()
         self._panels, self._scales = panels, scales
         self._out_size = num_outputs // 2 if gated else num_outputs
         self._out_dtype = torch.float32 if widened else weight.dtype
         self._addresses = tuple(None if each is None else each.data_ptr() for each in (panels, scales, self._bias))
-        self._tail = (num_outputs, self._num_inputs, int(gated), int(widened), *threads)
+        self._tail = (num_outputs, num_inputs, int(gated), int(widened), *threads)
+
+    @property
+    def weights(self) -> Weights:
+        """Where they are, as long as this lives."""
+        return Weights(*self._addresses, *self.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, num_inputs], dense in its last dimension -> [num_tokens, num_outputs], or half where gated."""
         num_tokens, num_inputs = x.shape
-        if num_inputs != self._num_inputs or x.dtype != self._dtype or x.stride(1) != 1 or x.device.type != "cpu":
-            raise ValueError(f"x {form(x)} on {x.device} is not of {self._num_inputs} {self._dtype}, side by side")
+        if num_inputs != self.shape[1] or x.dtype != self.dtype or x.stride(1) != 1 or x.device.type != "cpu":
+            raise ValueError(f"x {form(x)} on {x.device} is not of {self.shape[1]} {self.dtype}, side by side")
         out = torch.empty(num_tokens, self._out_size, dtype=self._out_dtype)
         if self._run(x.data_ptr(), x.stride(0), *self._addresses, out.data_ptr(), num_tokens, *self._tail) != -1:
             raise MemoryError("no memory for the rows of a product")

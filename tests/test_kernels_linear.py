@@ -1,9 +1,9 @@
-"""Linear layers by C++ and by oneDNN against their twin."""
+"""Linear layers by C++ against their twin."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
-from kernels import build, choice, onednn  # noqa: E402
+from kernels import build, choice  # noqa: E402
 from kernels.cpu import CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
 from kernels.cpu_linear import CpuLinear  # noqa: E402
 from kernels.reference import PlainLinear, int8_linear, linear, quantized  # noqa: E402
@@ -138,43 +138,9 @@ def test_arguments_that_do_not_fit_are_refused_with_their_shapes():
             layer(x)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "level", "expected"),
-    [
-        (torch.bfloat16, "avx512_bf16", CpuLinear),
-        (torch.float16, "avx2", CpuLinear),
-        (torch.float16, "amx_bf16", CpuLinear),
-        (torch.bfloat16, "amx_bf16", onednn.OneDnnLinear),
-        (torch.float32, "avx512_bf16", PlainLinear),
-    ],
-)
-def test_who_multiplies_is_chosen_by_dtype_and_cpu(monkeypatch, dtype, level, expected):
-    if not LEVELS:
-        pytest.skip("the C++ kernels were not built")
-    monkeypatch.setattr(onednn, "takes", lambda weight: weight.dtype is torch.bfloat16)
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: weight, raising=False)
-    kernels = CpuKernels()
-    kernels.level = level
-    assert type(choice.cpp(kernels).linear(random(8, 6, dtype=dtype), None)) is expected
-
-
-@pytest.mark.parametrize("num_rows", [1, 17, 100])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_product_by_onednn_is_the_twins(num_rows, bias):
-    weight, offsets = random(48, 64, dtype=torch.bfloat16), random(48, dtype=torch.bfloat16) if bias else None
-    if not onednn.takes(weight):
-        pytest.skip("this CPU has no packed products in bfloat16")
-    x = random(num_rows, 64, dtype=torch.bfloat16, seed=1)
-    found, expected = onednn.OneDnnLinear(weight, offsets)(x), PlainLinear(weight, offsets)(x)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize(("num_rows", "padded"), [(1, 1), (15, 15), (16, 16), (17, 18), (33, 36), (65, 72), (512, 512)])
-def test_rows_for_onednn_are_rounded_up_to_eight_sizes_an_octave(num_rows, padded):
-    assert onednn.padded_rows(num_rows) == padded
-
-
-def test_rounding_adds_an_eighth_at_most_and_knows_few_sizes():
-    sizes = {onednn.padded_rows(num_rows) for num_rows in range(1, 2049)}
-    assert all(n <= onednn.padded_rows(n) <= n * 9 / 8 for n in range(1, 2049))
-    assert len(sizes) <= 72
+@pytest.mark.skipif(not LEVELS, reason="the C++ kernels were not built")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_multiplies_only_what_can_not_be_packed(dtype):
+    operations = choice.cpp(CpuKernels())
+    assert type(operations.linear(random(8, 6, dtype=dtype), None)) is CpuLinear
+    assert type(operations.linear(random(8, 5, dtype=dtype), None)) is PlainLinear

@@ -104,8 +104,7 @@ async def test_memory_is_steady_over_two_thousand_requests(running):
         await burst(stub, 2000)
         after = {name: service.rss_bytes() for name, service in running.services.items()}
     growth = {name: (after[name] - before[name]) / 2**20 for name in before}
-    # The worker still meets batches of a new size now and then, for which oneDNN makes code; a request that left behind
-    # a block's worth of KV, 0.35 MiB, would show ten times over.
+    # A request that left behind a block's worth of KV, 0.35 MiB, would show ten times over.
     assert growth["router"] < 8, growth
     assert growth["scheduler"] < 8, growth
     assert growth["worker"] < 64, growth

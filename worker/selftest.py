@@ -18,7 +18,6 @@ import torch
 from kernels import build
 from kernels.choice import LinearLayer, Operations, choose
 from kernels.cpu_linear import CpuLinear
-from kernels.onednn import OneDnnLinear
 from kernels.reference import PlainLinear
 from worker.cache_engine import CacheShape
 from worker.cache_size import available_memory
@@ -30,13 +29,12 @@ from worker.parity import Check, Setting, Switch, check_model, check_operations
 from worker.weights import weight_bytes
 
 _DISTRIBUTIONS = ("pagewire", "torch", "triton", "numpy", "safetensors", "transformers", "grpcio")
-# What kernels and oneDNN ask for, of x86-64 and of Arm, as /proc/cpuinfo names them.
+# What kernels and torch ask for, of x86-64 and of Arm, as /proc/cpuinfo names them.
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
 _SPEED_BYTES = 256 << 20
 _PRODUCT_SIZE = 1024
 _PRODUCTS = {
     CpuLinear: "C++, weights packed",
-    OneDnnLinear: "oneDNN, weights packed",
     PlainLinear: "torch, weights as loaded",
 }
 _ROUNDS = 3

@@ -34,20 +34,27 @@ struct RowPlan {
     int64_t first_tile;     // of all rows' tiles, each times the K/V heads
 };
 
-struct Job {
-    Attention a;
+// How a step's work is shared out; what windows and caches a layer has does not matter to it.
+struct Plan {
     RowPlan* rows;  // and one more, for the ends
     float* partials;
     int32_t* splits_left;  // of each tile, for the last one to merge
+    int64_t num_items;
+    bool worthwhile;  // for several threads
+};
+
+struct AttentionJob {
+    Attention a;
+    Plan plan;
     Counter items;
     bool out_of_memory;
 };
 
 // Does the item; `next` is what this thread does after it, if anything.
 template <class Product>
-void attend(const Job& job, const Item& item, const Item* next, Scratch<Product>& scratch) {
+void attend(const AttentionJob& job, const Item& item, const Item* next, Scratch<Product>& scratch) {
     const Attention& a = job.a;
-    const RowPlan& plan = job.rows[item.row];
+    const RowPlan& plan = job.plan.rows[item.row];
     const int num_tile_rows = item.num_queries * a.group_size();
     load_queries<typename Product::Left>(a, item, scratch.q);
     const auto follow = [&](int split) {
@@ -67,13 +74,15 @@ void attend(const Job& job, const Item& item, const Item* next, Scratch<Product>
     const int num_tiles = a.num_tiles(item.row), num_splits = a.num_splits(item.row);
     const int64_t tile = (int64_t)item.head * num_tiles + item.tile;
     const int64_t size = part_size(a, least(a.tile_queries(), a.num_queries(item.row)));
-    float* partials = job.partials + plan.first_partial + tile * num_splits * size;
+    float* partials = job.plan.partials + plan.first_partial + tile * num_splits * size;
     const Part own = part_at(partials + item.first_split * size, num_tile_rows);
     if (item.first_split < item.end_split)
         attend_split(a, item, item.first_split, follow(item.end_split), scratch, own);
     else
         clear(own, num_tile_rows, a.head_dim);
-    if (__atomic_sub_fetch(job.splits_left + plan.first_tile + tile, 1, __ATOMIC_ACQ_REL) > 0) return;
+    int32_t* splits_left = job.plan.splits_left + plan.first_tile + tile;
+    if (__atomic_sub_fetch(splits_left, 1, __ATOMIC_ACQ_REL) > 0) return;
+    *splits_left = num_splits;  // for the next layer
     const Part all = part_at(partials, num_tile_rows);
     for (int split = 1; split < num_splits; ++split)
         merge(all, part_at(partials + split * size, num_tile_rows), num_tile_rows, a.head_dim);
@@ -81,11 +90,11 @@ void attend(const Job& job, const Item& item, const Item* next, Scratch<Product>
 }
 
 // Item number `number`, whose row is `row` or a later one.
-Item find_item(const Job& job, int64_t number, int row) {
+Item find_item(const AttentionJob& job, int64_t number, int row) {
     const Attention& a = job.a;
-    while (job.rows[row + 1].first_item <= number) ++row;
-    const int num_tiles = a.num_tiles(row), num_splits = job.rows[row].split ? a.num_splits(row) : 1;
-    const int index = (int)(number - job.rows[row].first_item);
+    while (job.plan.rows[row + 1].first_item <= number) ++row;
+    const int num_tiles = a.num_tiles(row), num_splits = job.plan.rows[row].split ? a.num_splits(row) : 1;
+    const int index = (int)(number - job.plan.rows[row].first_item);
     Item item;
     item.row = row;
     item.head = index / (num_tiles * num_splits);
@@ -96,7 +105,7 @@ Item find_item(const Job& job, int64_t number, int row) {
     item.end_token = a.context_lengths[row] - a.num_queries(row) + item.first_query + item.num_queries;
     item.first_split = a.first_seen(item.end_token - item.num_queries) / a.split_tokens();
     item.end_split = (item.end_token + a.split_tokens() - 1) / a.split_tokens();
-    if (job.rows[row].split) {
+    if (job.plan.rows[row].split) {
         const int split = index % num_splits;
         const bool seen = split >= item.first_split && split < item.end_split;
         item.first_split = split;
@@ -131,7 +140,7 @@ void* prepare(const Attention& a, Scratch<Product>& scratch) {
 
 template <class Product>
 void attend_items(void* data) {
-    Job& job = *static_cast<Job*>(data);
+    AttentionJob& job = *static_cast<AttentionJob*>(data);
     Scratch<Product> scratch;
     void* memory = prepare(job.a, scratch);
     if (memory == nullptr) {
@@ -167,66 +176,74 @@ int find_misfit(const Attention& a, int64_t num_tokens) {
     return a.query_starts[0] == 0 && a.query_starts[a.num_rows] == num_tokens ? -1 : a.num_rows;
 }
 
-// Shares the work out to threads, each of which calls `attend_some` on the job.
-// Gives -1, or the number of a row that does not fit (num_rows: query_starts as a whole), or -2 without memory.
-int attend_rows(const Attention& a, int64_t num_tokens, const Threads& threads, void (*attend_some)(void*)) {
-    const int misfit = find_misfit(a, num_tokens);
-    if (misfit >= 0 || a.num_rows == 0) return misfit;
-    Job job = {a, static_cast<RowPlan*>(malloc(sizeof(RowPlan) * (a.num_rows + 1))), nullptr, nullptr, {0, 0}, false};
-    if (job.rows == nullptr) return -2;
+// Shares the work out; the plan is to be freed. False without memory.
+bool make_plan(const Attention& a, int num_threads, Plan& plan) {
+    plan = {static_cast<RowPlan*>(malloc(sizeof(RowPlan) * (a.num_rows + 1))), nullptr, nullptr, 0, false};
+    if (plan.rows == nullptr) return false;
 
     // -- a row is split when one of its tiles would be a large share of all work
     int64_t cost = 0;
     for (int row = 0; row < a.num_rows; ++row)
         cost += (int64_t)a.num_kv_heads * a.num_queries(row) * a.context_lengths[row];
-    RowPlan plan = {0, false, 0, 0};
+    RowPlan next = {0, false, 0, 0};
     for (int row = 0; row < a.num_rows; ++row) {
         const int num_splits = a.num_splits(row);
         const int64_t num_tiles = (int64_t)a.num_kv_heads * a.num_tiles(row);
         const int64_t tile_cost = (int64_t)least(a.tile_queries(), a.num_queries(row)) * a.context_lengths[row];
-        plan.split = threads.num_threads > 1 && num_splits > 1 && tile_cost * 4 * threads.num_threads > cost;
-        job.rows[row] = plan;
-        plan.first_item += plan.split ? num_tiles * num_splits : num_tiles;
-        if (plan.split) {
+        next.split = num_threads > 1 && num_splits > 1 && tile_cost * 4 * num_threads > cost;
+        plan.rows[row] = next;
+        next.first_item += next.split ? num_tiles * num_splits : num_tiles;
+        if (next.split) {
             const int64_t size = part_size(a, least(a.tile_queries(), a.num_queries(row)));
-            plan.first_partial += num_tiles * num_splits * size;
-            plan.first_tile += num_tiles;
+            next.first_partial += num_tiles * num_splits * size;
+            next.first_tile += num_tiles;
         }
     }
-    job.rows[a.num_rows] = plan;
-    job.items.count = plan.first_item;
-    if (plan.first_tile > 0) {
-        const size_t bytes = sizeof(float) * plan.first_partial + sizeof(int32_t) * plan.first_tile;
-        job.partials = static_cast<float*>(malloc(bytes));
-        if (job.partials == nullptr) return free(job.rows), -2;
-        job.splits_left = reinterpret_cast<int32_t*>(job.partials + plan.first_partial);
-        for (int row = 0; row < a.num_rows; ++row)
-            if (job.rows[row].split)
-                for (int64_t tile = job.rows[row].first_tile; tile < job.rows[row + 1].first_tile; ++tile)
-                    job.splits_left[tile] = a.num_splits(row);
-    }
+    plan.rows[a.num_rows] = next;
+    plan.num_items = next.first_item;
+    plan.worthwhile = plan.num_items > 1 && cost * a.head_dim > 1 << 14;
+    if (next.first_tile == 0) return true;
 
-    const bool worthwhile = job.items.count > 1 && cost * a.head_dim > 1 << 14;
-    run_on(threads, worthwhile, attend_some, &job);
-    free(job.partials);
-    free(job.rows);
-    return job.out_of_memory ? -2 : -1;
+    const size_t bytes = sizeof(float) * next.first_partial + sizeof(int32_t) * next.first_tile;
+    plan.partials = static_cast<float*>(malloc(bytes));
+    if (plan.partials == nullptr) return false;
+    plan.splits_left = reinterpret_cast<int32_t*>(plan.partials + next.first_partial);
+    for (int row = 0; row < a.num_rows; ++row)
+        if (plan.rows[row].split)
+            for (int64_t tile = plan.rows[row].first_tile; tile < plan.rows[row + 1].first_tile; ++tile)
+                plan.splits_left[tile] = a.num_splits(row);
+    return true;
+}
+
+void free_plan(const Plan& plan) {
+    free(plan.partials);
+    free(plan.rows);
 }
 
 // Where q and the cache are of one dtype they meet in it, else in float32, as kernels/reference.py says.
-int paged_attention(const Attention& a, int64_t num_tokens, const Threads& threads) {
-    const bool both_bfloat16 = a.dtype == kBfloat16 && a.cache_dtype == kBfloat16;
-    void (*attend_some)(void*) = attend_items<InFloat32<Float32>>;
-    if (a.cache_dtype == kFloat16) attend_some = attend_items<InFloat32<Float16>>;
-    if (a.cache_dtype == kBfloat16) attend_some = attend_items<InFloat32<Bfloat16>>;
-#if defined(__AVX512BF16__)
-    if (both_bfloat16) attend_some = attend_items<InBfloat16>;
-#endif
+Work attention_work(const Attention& a) {
 #if defined(TILES)
-    if (both_bfloat16 && InTiles::fits(a.head_dim, a.block_size)) attend_some = attend_items<InTiles>;
+    if (a.dtype == kBfloat16 && a.cache_dtype == kBfloat16 && InTiles::fits(a.head_dim, a.block_size))
+        return attend_items<InTiles>;
 #endif
-    (void)both_bfloat16;
-    return attend_rows(a, num_tokens, threads, attend_some);
+#if defined(__AVX512BF16__)
+    if (a.dtype == kBfloat16 && a.cache_dtype == kBfloat16) return attend_items<InBfloat16>;
+#endif
+    if (a.cache_dtype == kBfloat16) return attend_items<InFloat32<Bfloat16>>;
+    if (a.cache_dtype == kFloat16) return attend_items<InFloat32<Float16>>;
+    return attend_items<InFloat32<Float32>>;
+}
+
+// Gives -1, or the number of a row that does not fit (num_rows: query_starts as a whole), or -2 without memory.
+int paged_attention(const Attention& a, int64_t num_tokens, const Threads& threads) {
+    const int misfit = find_misfit(a, num_tokens);
+    if (misfit >= 0 || a.num_rows == 0) return misfit;
+    AttentionJob job = {a, {}, {0, 0}, false};
+    job.out_of_memory = !make_plan(a, threads.num_threads, job.plan);
+    job.items.count = job.plan.num_items;
+    if (!job.out_of_memory) run_on(threads, job.plan.worthwhile, attention_work(a), &job);
+    free_plan(job.plan);
+    return job.out_of_memory ? -2 : -1;
 }
 
 }  // namespace

@@ -3,8 +3,7 @@
 // arXiv:2104.09864).
 #pragma once
 
-#include "elements.hpp"
-#include "threads.hpp"
+#include "pointwise.hpp"
 
 namespace {
 
@@ -26,6 +25,10 @@ struct CacheWrite {
     int num_heads;
     const void* cos;  // [num_tokens][head_dim / 2]
     const void* sin;
+    // Of the RMSNorms over each query head and each K head before they turn, or null.
+    const void* q_norm;
+    const void* k_norm;
+    float epsilon;
 };
 
 struct CacheJob {
@@ -85,6 +88,10 @@ ALWAYS_INLINE void rotate_token(const CacheWrite& a, int64_t token) {
     for (int head = 0; head < a.num_heads; ++head) {
         Value* first = static_cast<Value*>(a.heads) + token * a.heads_stride + (int64_t)head * a.head_dim;
         Value* second = first + half;
+        if (a.q_norm != nullptr) {
+            const auto* norm = static_cast<const Value*>(head < a.num_heads - a.num_kv_heads ? a.q_norm : a.k_norm);
+            normalize<Element>(first, static_cast<Value*>(nullptr), norm, a.epsilon, first, a.head_dim);
+        }
         int i = 0;
         for (; i + kWidth <= half; i += kWidth) {
             const Floats x = Element::load(first + i), y = Element::load(second + i);
@@ -113,15 +120,25 @@ void write_tokens(void* data) {
         }
 }
 
-// Gives -1, or the number of a token whose slot does not exist.
-int write_cache(const CacheWrite& a, const Threads& threads) {
+Work cache_work(Dtype cache_dtype) {
+    if (cache_dtype == kFloat32) return write_tokens<Float32, 1>;
+    if (cache_dtype == kBfloat16) return write_tokens<Bfloat16, 2>;
+    return write_tokens<Float16, 1>;
+}
+
+// The number of a token whose slot does not exist; -1 if there is none.
+int find_misfit(const CacheWrite& a) {
     for (int token = 0; token < a.num_tokens; ++token)
         if (a.slot_mapping[token] >= a.num_slots) return token;
+    return -1;
+}
+
+// Gives what `find_misfit` does.
+int write_cache(const CacheWrite& a, const Threads& threads) {
+    const int misfit = find_misfit(a);
+    if (misfit >= 0) return misfit;
     CacheJob job = {a, {0, a.num_tokens}};
-    void (*write)(void*) = write_tokens<Float32, 1>;
-    if (a.cache_dtype == kBfloat16) write = write_tokens<Bfloat16, 2>;
-    if (a.cache_dtype == kFloat16) write = write_tokens<Float16, 1>;
-    run_on(threads, a.num_tokens >= 48, write, &job);
+    run_on(threads, a.num_tokens >= 48, cache_work(a.cache_dtype), &job);
     return -1;
 }
 

@@ -4,6 +4,7 @@
 // wrapper (kernels/cpu.py) makes. See vector.hpp for why no C++ header is included here.
 #include "attention.hpp"
 #include "cache.hpp"
+#include "decoder.hpp"
 #include "linear.hpp"
 #include "pointwise.hpp"
 
@@ -31,7 +32,7 @@ EXPORT(int, reshape_and_cache)(
 ) {
     return write_cache(
         {dtype, cache_dtype, k, v, k_stride, v_stride, k_cache, v_cache, slot_mapping, (int64_t)num_blocks * block_size,
-         num_tokens, block_size, num_kv_heads, head_dim, nullptr, 0, 0, nullptr, nullptr},
+         num_tokens, block_size, num_kv_heads, head_dim, nullptr, 0, 0, nullptr, nullptr, nullptr, nullptr, 0.0f},
         {region, num_threads}
     );
 }
@@ -45,7 +46,8 @@ EXPORT(int, rotate_and_cache)(
     void* v = static_cast<char*>(k) + (int64_t)num_kv_heads * head_dim * size_of(dtype);
     return write_cache(
         {dtype, cache_dtype, k, v, stride, stride, k_cache, v_cache, slot_mapping, (int64_t)num_blocks * block_size,
-         num_tokens, block_size, num_kv_heads, head_dim, heads, stride, num_heads + num_kv_heads, cos, sin},
+         num_tokens, block_size, num_kv_heads, head_dim, heads, stride, num_heads + num_kv_heads, cos, sin,
+         nullptr, nullptr, 0.0f},
         {region, num_threads}
     );
 }
@@ -70,7 +72,13 @@ EXPORT(int, linear)(
     const int64_t out_stride = gated ? num_outputs / 2 : num_outputs;
     return linear(
         {dtype, x, x_stride, weight, scales, bias, out, out_stride, num_rows, num_outputs, num_inputs, gated != 0,
-         widened != 0},
+         widened != 0, nullptr, 0},
         {region, num_threads}
     );
+}
+
+EXPORT(int, decode)(
+    const Decoder* decoder, const DecoderStep* step, ParallelRegion region, TeamSize team_size, int num_threads
+) {
+    return decode(*decoder, *step, {region, num_threads}, team_size);
 }

@@ -16,14 +16,17 @@
 
 #include "product.hpp"
 #include "threads.hpp"
+#if defined(TILES)
+#include "tile_registers.hpp"
+#endif
 
 namespace {
 
 constexpr int kPanel = 32;  // outputs
 #if defined(__AVX512F__)
-constexpr int kRowsAtOnce = 12;  // with two vectors of outputs each: what the registers hold
+constexpr int kVectorRows = 12;  // with two vectors of outputs each: what the registers hold
 #else
-constexpr int kRowsAtOnce = 4;
+constexpr int kVectorRows = 4;
 #endif
 
 struct Linear {
@@ -38,6 +41,13 @@ struct Linear {
     int num_rows, num_outputs, num_inputs;
     bool gated;    // a panel is 16 gates and the 16 values that they are for; what comes out is silu(gate) * value
     bool widened;  // out is float32, and the sums are not rounded
+    // What is multiplied with next: panels, whose first ones are asked for while the last ones of this weight are
+    // worked on; or null.
+    const char* following;
+    int64_t following_bytes;  // of each
+
+    int num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
+    int64_t panel_bytes() const { return (int64_t)num_inputs * kPanel * (scales != nullptr ? 1 : size_of(dtype)); }
 };
 
 struct LinearJob {
@@ -101,34 +111,107 @@ ALWAYS_INLINE void multiply_tile(
     }
 }
 
-// The products of some rows with a panel.
-template <class Product, class Panel>
-void multiply_panel(
-    int num_rows, const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, Ahead ahead,
-    float (*results)[kPanel]
-) {
-    for (int column = 0; column < kPanel; column += 2 * kWidth, ahead.bytes = 0) {
-        const auto tile = [&](auto rows) __attribute__((always_inline)) {
-            constexpr int kRows = decltype(rows)::value;
-            if constexpr (kRows <= kRowsAtOnce)
-                multiply_tile<Product, kRows>(x, x_stride, panel, num_units, column, ahead, results);
-        };
-        switch (num_rows) {
-            case 1: tile(Number<1>{}); break;
-            case 2: tile(Number<2>{}); break;
-            case 3: tile(Number<3>{}); break;
-            case 4: tile(Number<4>{}); break;
-            case 5: tile(Number<5>{}); break;
-            case 6: tile(Number<6>{}); break;
-            case 7: tile(Number<7>{}); break;
-            case 8: tile(Number<8>{}); break;
-            case 9: tile(Number<9>{}); break;
-            case 10: tile(Number<10>{}); break;
-            case 11: tile(Number<11>{}); break;
-            default: tile(Number<12>{});
+// The products of some rows with a panel, by vectors.
+template <class InProduct>
+struct VectorPanels {
+    using Product = InProduct;
+    static constexpr int kRows = kVectorRows;
+    static constexpr bool kTakesIntegers = true;  // as `Quantized` widens them
+
+    template <class Panel>
+    void multiply(
+        int num_rows, const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, Ahead ahead,
+        float (*results)[kPanel]
+    ) {
+        for (int column = 0; column < kPanel; column += 2 * kWidth, ahead.bytes = 0) {
+            const auto tile = [&](auto rows) __attribute__((always_inline)) {
+                constexpr int kCount = decltype(rows)::value;
+                if constexpr (kCount <= kRows)
+                    multiply_tile<Product, kCount>(x, x_stride, panel, num_units, column, ahead, results);
+            };
+            switch (num_rows) {
+                case 1: tile(Number<1>{}); break;
+                case 2: tile(Number<2>{}); break;
+                case 3: tile(Number<3>{}); break;
+                case 4: tile(Number<4>{}); break;
+                case 5: tile(Number<5>{}); break;
+                case 6: tile(Number<6>{}); break;
+                case 7: tile(Number<7>{}); break;
+                case 8: tile(Number<8>{}); break;
+                case 9: tile(Number<9>{}); break;
+                case 10: tile(Number<10>{}); break;
+                case 11: tile(Number<11>{}); break;
+                default: tile(Number<12>{});
+            }
         }
     }
-}
+    void end() {}
+};
+
+#if defined(TILES)
+// The same by tile registers: two of rows and two of outputs meet in four of sums. An output's sum is made in another
+// order than by vectors, so that all batches, even of one row, come here.
+struct TilePanels {
+    // The bfloat16 of the right side stand in pairs here too.
+    struct Product : ByVectors<2> {
+        using Left = Bfloat16;
+        using Unit = uint32_t;
+        using Loaded = Words;
+        static ALWAYS_INLINE Loaded load(const Unit* from) { return load_words(from); }
+    };
+    static constexpr int kRows = 32;
+    static constexpr bool kTakesIntegers = false;
+
+    static bool fits(int num_inputs) { return num_inputs % 32 == 0; }
+
+    void multiply(
+        int num_rows, const uint16_t* x, int64_t x_stride, Plain<Product> panel, int num_units, Ahead ahead,
+        float (*results)[kPanel]
+    ) {
+        configure(num_rows);
+        const bool both = num_rows > 16;
+        registers.zero<0>(), registers.zero<1>();
+        if (both) registers.zero<2>(), registers.zero<3>();
+        for (int unit = 0; unit < num_units; unit += 16) {
+            registers.load<kFirst>(x + 2 * unit, 2 * x_stride);
+            registers.load<kLeftHalf>(panel.units + (int64_t)unit * kPanel, 4 * kPanel);
+            registers.load<kRightHalf>(panel.units + (int64_t)unit * kPanel + 16, 4 * kPanel);
+            registers.multiply_add<0, kFirst, kLeftHalf>();
+            registers.multiply_add<1, kFirst, kRightHalf>();
+            if (both) {
+                registers.load<kSecond>(x + 16 * x_stride + 2 * unit, 2 * x_stride);
+                registers.multiply_add<2, kSecond, kLeftHalf>();
+                registers.multiply_add<3, kSecond, kRightHalf>();
+            }
+            for (int byte = 0; byte < 16 * ahead.bytes; byte += 64) __builtin_prefetch(ahead.at + byte, 0, 2);
+            ahead.at += 16 * ahead.bytes;
+        }
+        registers.store<0>(results[0], sizeof results[0]), registers.store<1>(results[0] + 16, sizeof results[0]);
+        if (both)
+            registers.store<2>(results[16], sizeof results[0]), registers.store<3>(results[16] + 16, sizeof results[0]);
+    }
+    void end() {
+        if (configured_rows > 0) registers.release();
+    }
+
+  private:
+    // Registers 0 to 3 are sums: of the first 16 rows by both halves of a panel, then of the second 16 rows.
+    enum { kFirst = 4, kSecond, kLeftHalf, kRightHalf };
+    TileRegisters registers;
+    int configured_rows = 0;
+
+    void configure(int num_rows) {
+        if (num_rows == configured_rows) return;
+        const int first = least(16, num_rows), second = num_rows - first;
+        TileShapes shapes;
+        shapes.set(0, first, 64), shapes.set(1, first, 64), shapes.set(kFirst, first, 64);
+        if (second > 0) shapes.set(2, second, 64), shapes.set(3, second, 64), shapes.set(kSecond, second, 64);
+        shapes.set(kLeftHalf, 16, 64), shapes.set(kRightHalf, 16, 64);
+        registers.configure(shapes);
+        configured_rows = num_rows;
+    }
+};
+#endif
 
 // From a row's sums over a panel to its outputs.
 template <class Element>
@@ -154,40 +237,40 @@ ALWAYS_INLINE void finish_row(const Linear& a, int row, int64_t panel, float* su
 }
 
 // All rows with one panel, while `next_bytes` at `next` are asked for. `rows` has room for rows as they are multiplied.
-template <class Product, class Element, class Panel>
+template <class Panels, class Element, class Panel>
 ALWAYS_INLINE void run_panel(
-    const Linear& a, int64_t number, Panel panel, const char* next, int64_t next_bytes,
-    typename Product::Left::Value* rows
+    const Linear& a, Panels& panels, int64_t number, Panel panel, const char* next, int64_t next_bytes,
+    typename Panels::Product::Left::Value* rows
 ) {
-    using Left = typename Product::Left;
-    const int num_units = a.num_inputs / Product::kPerUnit;
-    const int num_blocks = (a.num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
+    using Left = typename Panels::Product::Left;
+    const int num_units = a.num_inputs / Panels::Product::kPerUnit;
+    const int num_blocks = (a.num_rows + Panels::kRows - 1) / Panels::kRows;
     Ahead ahead = {next, (int)(next_bytes / num_units / num_blocks) + (next_bytes > 0)};  // of each block its share
-    float results[kRowsAtOnce][kPanel] __attribute__((aligned(64)));
-    for (int row = 0; row < a.num_rows; row += kRowsAtOnce, ahead.at += (int64_t)ahead.bytes * num_units) {
-        const int count = least(kRowsAtOnce, a.num_rows - row);
+    float results[Panels::kRows][kPanel] __attribute__((aligned(64)));
+    for (int row = 0; row < a.num_rows; row += Panels::kRows, ahead.at += (int64_t)ahead.bytes * num_units) {
+        const int count = least(Panels::kRows, a.num_rows - row);
         const auto* x = static_cast<const typename Element::Value*>(a.x) + row * a.x_stride;
         if constexpr (Left::kDtype == Element::kDtype) {
-            multiply_panel<Product>(count, x, a.x_stride, panel, num_units, ahead, results);
+            panels.multiply(count, x, a.x_stride, panel, num_units, ahead, results);
         } else {
             for (int i = 0; i < count; ++i)
                 convert<Element, Left>(x + i * a.x_stride, rows + (int64_t)i * a.num_inputs, a.num_inputs);
-            multiply_panel<Product>(count, rows, a.num_inputs, panel, num_units, ahead, results);
+            panels.multiply(count, rows, a.num_inputs, panel, num_units, ahead, results);
         }
         for (int i = 0; i < count; ++i) finish_row<Element>(a, row + i, number, results[i]);
     }
 }
 
-template <class Product, class Element, bool kQuantized>
+template <class Panels, class Element, bool kQuantized>
 void run_panels(void* data) {
+    using Product = typename Panels::Product;
     LinearJob& job = *static_cast<LinearJob*>(data);
     const Linear& a = job.a;
     const int num_units = a.num_inputs / Product::kPerUnit;
-    const int64_t num_weights = (int64_t)a.num_inputs * kPanel;
-    const int64_t panel_bytes = kQuantized ? num_weights : num_weights / Product::kPerUnit * (int)sizeof(typename Product::Unit);
+    const int64_t panel_bytes = a.panel_bytes();
     // Rows, and a panel of integers that are widened.
     using Value = typename Product::Left::Value;
-    const size_t row_bytes = (sizeof(Value) * kRowsAtOnce * a.num_inputs + 63) / 64 * 64;
+    const size_t row_bytes = (sizeof(Value) * Panels::kRows * a.num_inputs + 63) / 64 * 64;
     char* memory = static_cast<char*>(aligned_alloc(64, row_bytes + sizeof(uint32_t) * num_units * kPanel));
     if (memory == nullptr) {
         __atomic_store_n(&job.out_of_memory, true, __ATOMIC_RELAXED);
@@ -196,57 +279,66 @@ void run_panels(void* data) {
     Value* rows = reinterpret_cast<Value*>(memory);
     uint32_t* widened = reinterpret_cast<uint32_t*>(memory + row_bytes);
 
+    Panels panels;
     const char* weight = static_cast<const char*>(a.weight);
     for (int64_t number = job.panels.take(1); number < job.panels.count; number = job.panels.take(1)) {
         const char* at = weight + number * panel_bytes;
-        const bool more = number + job.num_threads < job.panels.count;
-        const char* next = at + (more ? job.num_threads * panel_bytes : 0);
-        const int64_t next_bytes = more ? panel_bytes : 0;
+        const int64_t left = job.panels.count - number - job.num_threads;
+        const char* next = left > 0 ? at + job.num_threads * panel_bytes : a.following - left * a.following_bytes;
+        const int64_t next_bytes = left > 0 ? panel_bytes : a.following_bytes;
+        const auto run = [&](auto panel) __attribute__((always_inline)) {
+            run_panel<Panels, Element>(a, panels, number, panel, next, next_bytes, rows);
+        };
         if constexpr (!kQuantized) {
-            const Plain<Product> panel = {reinterpret_cast<const typename Product::Unit*>(at)};
-            run_panel<Product, Element>(a, number, panel, next, next_bytes, rows);
+            run(Plain<Product>{reinterpret_cast<const typename Product::Unit*>(at)});
         } else {
             const Quantized<Product> panel = {reinterpret_cast<const int8_t*>(at)};
-            if (a.num_rows <= kRowsAtOnce) {
-                run_panel<Product, Element>(a, number, panel, next, next_bytes, rows);
-                continue;
-            }
+            if constexpr (Panels::kTakesIntegers)
+                if (a.num_rows <= Panels::kRows) {
+                    run(panel);
+                    continue;
+                }
             // Many rows: the integers are widened once for all of them.
             for (int unit = 0; unit < num_units; ++unit)
                 for (int column = 0; column < kPanel; column += kWidth) {
                     const Words words = panel.load(unit, column);
                     memcpy(widened + (int64_t)unit * kPanel + column, &words, sizeof words);
                 }
-            run_panel<Product, Element>(a, number, Plain<Product>{widened}, next, next_bytes, rows);
+            run(Plain<Product>{widened});
         }
     }
+    panels.end();
     free(memory);
+}
+
+template <class Panels, class Element>
+Work linear_work_by(bool quantized) {
+    if (!quantized) return run_panels<Panels, Element, false>;
+    if constexpr (Panels::Product::Left::kDtype == Element::kDtype)
+        return run_panels<Panels, Element, true>;
+    else
+        return run_panels<VectorPanels<InFloat32<Float32>>, Element, true>;
+}
+
+Work linear_work(const Linear& a) {
+    const bool quantized = a.scales != nullptr;
+    if (a.dtype == kFloat32) return linear_work_by<VectorPanels<InFloat32<Float32>>, Float32>(quantized);
+    if (a.dtype == kFloat16) return linear_work_by<VectorPanels<InFloat32<Float16>>, Float16>(quantized);
+#if defined(TILES)
+    if (TilePanels::fits(a.num_inputs)) return linear_work_by<TilePanels, Bfloat16>(quantized);
+#endif
+#if defined(__AVX512BF16__)
+    return linear_work_by<VectorPanels<InBfloat16>, Bfloat16>(quantized);
+#else
+    return linear_work_by<VectorPanels<InFloat32<Bfloat16>>, Bfloat16>(quantized);
+#endif
 }
 
 // Gives -1, or -2 without memory.
 int linear(const Linear& a, const Threads& threads) {
     if (a.num_rows == 0) return -1;
-    LinearJob job = {a, threads.num_threads, {0, (a.num_outputs + kPanel - 1) / kPanel}, false};
-    const auto run_by = [&](auto product, auto element) {
-        using Product = decltype(product);
-        using Element = decltype(element);
-        using Integers = InFloat32<Float32>;
-        void (*run)(void*) = run_panels<Product, Element, false>;
-        if (a.scales != nullptr) {
-            if constexpr (Product::Left::kDtype == Element::kDtype)
-                run = run_panels<Product, Element, true>;
-            else
-                run = run_panels<Integers, Element, true>;
-        }
-        run_on(threads, job.panels.count > 1, run, &job);
-    };
-    if (a.dtype == kFloat32) run_by(InFloat32<Float32>{}, Float32{});
-#if defined(__AVX512BF16__)
-    if (a.dtype == kBfloat16) run_by(InBfloat16{}, Bfloat16{});
-#else
-    if (a.dtype == kBfloat16) run_by(InFloat32<Bfloat16>{}, Bfloat16{});
-#endif
-    if (a.dtype == kFloat16) run_by(InFloat32<Float16>{}, Float16{});
+    LinearJob job = {a, threads.num_threads, {0, a.num_panels()}, false};
+    run_on(threads, job.panels.count > 1, linear_work(a), &job);
     return job.out_of_memory ? -2 : -1;
 }
 

@@ -26,15 +26,12 @@ struct PointwiseJob {
 };
 
 // RMSNorm, Zhang & Sennrich 2019, arXiv:1910.07467; rounded where Hugging Face rounds: the sum, then x / rms(x), then
-// its product with the weight.
-template <class Element>
-ALWAYS_INLINE void normalize_row(const Pointwise& a, int64_t row) {
-    using Value = typename Element::Value;
-    const Value* x = static_cast<const Value*>(a.x) + row * a.size;
-    Value* residual = a.residual == nullptr ? nullptr : static_cast<Value*>(a.residual) + row * a.size;
-    const Value* weight = static_cast<const Value*>(a.weight);
-    Value* out = static_cast<Value*>(a.out) + row * a.size;
-    const int64_t whole = a.size / kWidth * kWidth;
+// its product with the weight. Where there is a residual, x is added to it first; out may be x.
+template <class Element, class Value = typename Element::Value>
+ALWAYS_INLINE void normalize(
+    const Value* x, Value* residual, const Value* weight, float epsilon, Value* out, int64_t size
+) {
+    const int64_t whole = size / kWidth * kWidth;
     Floats squares[4] = {};
     float rest = 0.0f;
     for (int64_t i = 0; i < whole; i += kWidth) {
@@ -45,7 +42,7 @@ ALWAYS_INLINE void normalize_row(const Pointwise& a, int64_t row) {
         }
         squares[i / kWidth % 4] += value * value;
     }
-    for (int64_t i = whole; i < a.size; ++i) {
+    for (int64_t i = whole; i < size; ++i) {
         float value = Element::widen(x[i]);
         if (residual != nullptr) {
             residual[i] = Element::narrow(value + Element::widen(residual[i]));
@@ -53,15 +50,25 @@ ALWAYS_INLINE void normalize_row(const Pointwise& a, int64_t row) {
         }
         rest += value * value;
     }
-    const float mean = (sum_of((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest) / (float)a.size;
-    const float inverse = 1.0f / __builtin_sqrtf(mean + a.epsilon);
+    const float mean = (sum_of((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest) / (float)size;
+    const float inverse = 1.0f / __builtin_sqrtf(mean + epsilon);
     const Value* from = residual != nullptr ? residual : x;
     for (int64_t i = 0; i < whole; i += kWidth)
         Element::store(out + i, Element::rounded(Element::load(from + i) * inverse) * Element::load(weight + i));
-    for (int64_t i = whole; i < a.size; ++i) {
+    for (int64_t i = whole; i < size; ++i) {
         const Value normalized = Element::narrow(Element::widen(from[i]) * inverse);
         out[i] = Element::narrow(Element::widen(normalized) * Element::widen(weight[i]));
     }
+}
+
+template <class Element>
+ALWAYS_INLINE void normalize_row(const Pointwise& a, int64_t row) {
+    using Value = typename Element::Value;
+    Value* residual = static_cast<Value*>(a.residual);
+    normalize<Element>(
+        static_cast<const Value*>(a.x) + row * a.size, residual == nullptr ? nullptr : residual + row * a.size,
+        static_cast<const Value*>(a.weight), a.epsilon, static_cast<Value*>(a.out) + row * a.size, a.size
+    );
 }
 
 // silu(first half) * second half, Shazeer 2020, arXiv:2002.05202; silu is rounded before the product.
@@ -94,14 +101,20 @@ void run_rows(void* data) {
                 normalize_row<Element>(job.a, i);
 }
 
+PointwiseJob make_job(const Pointwise& a) { return {a, 1 + 4096 / (a.size + 1), {0, a.num_rows}}; }
+
+template <bool kGate>
+Work pointwise_work(Dtype dtype) {
+    if (dtype == kFloat32) return run_rows<Float32, kGate>;
+    if (dtype == kBfloat16) return run_rows<Bfloat16, kGate>;
+    return run_rows<Float16, kGate>;
+}
+
 template <bool kGate>
 void run_pointwise(const Pointwise& a, const Threads& threads) {
-    const int64_t step = 1 + 4096 / (a.size + 1);
-    PointwiseJob job = {a, step, {0, a.num_rows}};
-    with_element(a.dtype, [&](auto element) {
-        const bool worthwhile = a.num_rows > step && a.num_rows * a.size > kWorthwhile;
-        run_on(threads, worthwhile, run_rows<decltype(element), kGate>, &job);
-    });
+    PointwiseJob job = make_job(a);
+    const bool worthwhile = a.num_rows > job.step && a.num_rows * a.size > kWorthwhile;
+    run_on(threads, worthwhile, pointwise_work<kGate>(a.dtype), &job);
 }
 
 }  // namespace

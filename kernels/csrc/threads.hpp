@@ -8,8 +8,11 @@
 
 #include <stdint.h>
 
-// Calls body(data) on each of num_threads threads, the caller's among them, and waits for all.
-using ParallelRegion = void (*)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
+// What each thread of a team does with a job that they share.
+using Work = void (*)(void* job);
+
+// Calls work(job) on each of num_threads threads, the caller's among them, and waits for all.
+using ParallelRegion = void (*)(Work work, void* job, unsigned num_threads, unsigned flags);
 
 // How a kernel may run: by `region`, if there is one, on num_threads threads. A team of another size than torch's would
 // make OpenMP end threads and start them again, so a kernel takes all of them or none.
@@ -20,11 +23,11 @@ struct Threads {
 
 namespace {
 
-inline void run_on(const Threads& threads, bool worthwhile, void (*body)(void*), void* data) {
+inline void run_on(const Threads& threads, bool worthwhile, Work work, void* job) {
     if (worthwhile && threads.region != nullptr && threads.num_threads > 1)
-        threads.region(body, data, (unsigned)threads.num_threads, 0);
+        threads.region(work, job, (unsigned)threads.num_threads, 0);
     else
-        body(data);
+        work(job);
 }
 
 // Hands out the numbers 0 to count - 1, some at a time.

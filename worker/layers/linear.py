@@ -63,7 +63,12 @@ class Linear:
         if not isinstance(self._multiply, PlainLinear):
             self.weight = self.weight.new_empty(0)
 
+    @property
+    def packed(self) -> LinearLayer:
+        """What `pack` made of it."""
+        assert self._multiply is not None, "not packed"
+        return self._multiply
+
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, the sum of all outputs], or half of it where it is gated."""
-        assert self._multiply is not None, "not packed"
-        return self._multiply(x)
+        return self.packed(x)

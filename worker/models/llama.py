@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.choice import Operations
+from kernels.cpu_decoder import CpuDecoder, DecoderShape
+from kernels.cpu_decoder import DecoderLayer as DescribedLayer
 from worker.checkpoint import UnsupportedModel
 from worker.layers.attention import AttentionMetadata, attend_rotated
 from worker.layers.embedding import Embedding, Head
@@ -141,6 +143,8 @@ class LlamaForCausalLM:
         if config.tied_embeddings:
             self.head.tie(self.embedding)
         self.rotary = RotaryTable(config.rope, config.head_dim, config.context_length, dtype=dtype, device=device)
+        # What calls them all and computes the same, where the operations can; see `pack`.
+        self.layers_at_once: CpuDecoder | None = None
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
@@ -165,6 +169,12 @@ class LlamaForCausalLM:
             for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
                 linear.pack(self.operations)
         self.head.pack(self.operations)
+        if self.operations.decoder is not None:
+            shape = DecoderShape(
+                self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.config.norm_epsilon
+            )
+            layers = [layer.described() for layer in self.layers]
+            self.layers_at_once = self.operations.decoder(shape, layers, self.norm.weight)
 
     def __call__(
         self,
@@ -186,6 +196,9 @@ class LlamaForCausalLM:
         """
         rotation = self.rotary.at(positions)
         residual = self.embedding(token_ids)
+        if self.layers_at_once is not None:
+            places = (metadata.slot_mapping, metadata.block_tables, metadata.query_starts, metadata.context_lengths)
+            return self.layers_at_once(residual, *rotation, layer_caches, *places)
         x = torch.zeros_like(residual)  # what the layer before the first one adds
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
             x = layer(x, residual, rotation, layer_cache, metadata)
@@ -220,6 +233,20 @@ class DecoderLayer:
             **self.mlp.down.checkpoint_tensors(f"{prefix}mlp."),
         }
 
+    def described(self) -> DescribedLayer:
+        """What the operations make one call of all layers from; packed."""
+        norms = self.attention.head_norms
+        return DescribedLayer(
+            attention_norm=self.attention_norm.weight,
+            qkv=self.attention.qkv.packed,
+            head_norms=(norms["q_norm"].weight, norms["k_norm"].weight) if norms else None,
+            output=self.attention.output.packed,
+            mlp_norm=self.mlp_norm.weight,
+            gate_up=self.mlp.gate_up.packed,
+            down=self.mlp.down.packed,
+            window=self.attention.window,
+        )
+
     def __call__(
         self,
         x: Tensor,
@@ -246,7 +273,7 @@ class Attention:
         device: torch.device,
     ) -> None:
         self._operations = operations
-        self._window = window
+        self.window = window
         self._num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -278,7 +305,7 @@ class Attention:
         if self.head_norms:
             self._normalize(heads)
         scale = self.head_dim**-0.5
-        attended = attend_rotated(self._operations, heads, rotation, layer_cache, metadata, scale, self._window)
+        attended = attend_rotated(self._operations, heads, rotation, layer_cache, metadata, scale, self.window)
         return self.output(attended.flatten(1))
 
     def _normalize(self, heads: Tensor) -> None:

@@ -1,0 +1,199 @@
+// All layers of a decoder like Llama's (worker/models/llama.py says what they compute), for the tokens of one step.
+//
+// A layer is eight jobs, the operations that stand in the other files:
+//
+//     add and normalize | q, k, v | rotate and cache | attend | output
+//     add and normalize | gate and up | down
+#pragma once
+
+#include "attention.hpp"
+#include "cache.hpp"
+#include "linear.hpp"
+#include "pointwise.hpp"
+#include "program.hpp"
+
+namespace {
+
+// The structs up to DecoderStep are those of kernels/cpu_decoder.py.
+struct Weights {
+    const void* panels;
+    const float* scales;
+    const void* bias;
+    int num_outputs, num_inputs;
+};
+
+struct DecoderLayer {
+    const void* attention_norm;
+    const void* q_norm;  // and k_norm: of each head, or null
+    const void* k_norm;
+    const void* mlp_norm;
+    Weights qkv, output, gate_up, down;
+    int window;
+};
+
+struct Decoder {
+    const DecoderLayer* layers;
+    const void* norm;  // behind the last one
+    Dtype dtype;
+    int num_layers, hidden_size, num_heads, num_kv_heads, head_dim;
+    float epsilon, scale;
+};
+
+struct DecoderStep {
+    void* residual;  // [num_tokens][hidden_size], in: the embeddings
+    void* out;       // [num_tokens][hidden_size]
+    void* scratch;   // for each token 2 * hidden_size values, q, k and v, q, and the MLP's
+    const void* cos;
+    const void* sin;
+    void* const* caches;  // K's and V's of each layer in turn
+    const int64_t* slot_mapping;
+    const int32_t* block_tables;
+    const int32_t* query_starts;
+    const int32_t* context_lengths;
+    int64_t table_stride;
+    Dtype cache_dtype;
+    int num_tokens, num_rows, num_blocks, block_size;
+};
+
+struct LayerJobs {
+    PointwiseJob attention_norm;
+    LinearJob qkv;
+    CacheJob cache;
+    AttentionJob attention;
+    LinearJob output;
+    PointwiseJob mlp_norm;
+    LinearJob gate_up, down;
+};
+
+// What the layers hand from one job to the next.
+struct Buffers {
+    char *x, *normed, *heads, *attended, *gated;
+
+    Buffers(const Decoder& d, const DecoderStep& step) {
+        const int64_t values = (int64_t)step.num_tokens * size_of(d.dtype);
+        x = static_cast<char*>(step.scratch);
+        normed = x + values * d.hidden_size;
+        heads = normed + values * d.hidden_size;
+        attended = heads + values * (d.num_heads + 2 * d.num_kv_heads) * d.head_dim;
+        gated = attended + values * d.num_heads * d.head_dim;
+    }
+};
+
+// Writes down the jobs of each layer, and the steps that do them.
+class DecoderPlan {
+  public:
+    DecoderPlan(const Decoder& decoder, const DecoderStep& step, int num_threads, const Plan& attention)
+        : d(decoder), step(step), b(decoder, step), num_threads(num_threads), attention(attention) {}
+
+    // `jobs` has room for all layers, `steps` for eight each and one more. Gives how many steps there are.
+    int write(LayerJobs* jobs, PointwiseJob& last, Step* steps) {
+        const Work norm = pointwise_work<false>(d.dtype);
+        Step* next = steps;
+        for (int i = 0; i < d.num_layers; ++i) {
+            const DecoderLayer& layer = d.layers[i];
+            LayerJobs& job = jobs[i];
+            const Weights* behind = i + 1 < d.num_layers ? &d.layers[i + 1].qkv : nullptr;
+            // Nothing is added to the embeddings.
+            job.attention_norm = i == 0 ? normalize(step.residual, nullptr, layer.attention_norm, b.normed)
+                                        : normalize(b.x, step.residual, layer.attention_norm, b.normed);
+            job.qkv = multiply(layer.qkv, b.normed, b.heads, &layer.output);
+            job.cache = {cache_write(i), {0, step.num_tokens}};
+            job.attention = {attend(i), attention, {0, attention.num_items}, false};
+            job.output = multiply(layer.output, b.attended, b.x, &layer.gate_up);
+            job.mlp_norm = normalize(b.x, step.residual, layer.mlp_norm, b.normed);
+            job.gate_up = multiply(layer.gate_up, b.normed, b.gated, &layer.down);
+            job.gate_up.a.gated = true;
+            job.gate_up.a.out_stride /= 2;
+            job.down = multiply(layer.down, b.gated, b.x, behind);
+
+            *next++ = {norm, &job.attention_norm};
+            *next++ = {linear_work(job.qkv.a), &job.qkv};
+            *next++ = {cache_work(step.cache_dtype), &job.cache};
+            *next++ = {attention_work(job.attention.a), &job.attention};
+            *next++ = {linear_work(job.output.a), &job.output};
+            *next++ = {norm, &job.mlp_norm};
+            *next++ = {linear_work(job.gate_up.a), &job.gate_up};
+            *next++ = {linear_work(job.down.a), &job.down};
+        }
+        last = normalize(b.x, step.residual, d.norm, step.out);
+        *next++ = {norm, &last};
+        return (int)(next - steps);
+    }
+
+    Attention attend(int layer) const {
+        const int64_t stride = (int64_t)(d.num_heads + 2 * d.num_kv_heads) * d.head_dim;
+        return {b.heads, stride, step.caches[2 * layer], step.caches[2 * layer + 1], step.block_tables,
+                step.table_stride, step.query_starts, step.context_lengths, d.dtype, step.cache_dtype, step.num_rows,
+                step.num_blocks, step.block_size, d.num_heads, d.num_kv_heads, d.head_dim, d.scale,
+                d.layers[layer].window, 0.0f, b.attended};
+    }
+
+    CacheWrite cache_write(int layer) const {
+        const int64_t stride = (int64_t)(d.num_heads + 2 * d.num_kv_heads) * d.head_dim;
+        void* k = b.heads + (int64_t)d.num_heads * d.head_dim * size_of(d.dtype);
+        void* v = static_cast<char*>(k) + (int64_t)d.num_kv_heads * d.head_dim * size_of(d.dtype);
+        return {d.dtype, step.cache_dtype, k, v, stride, stride, step.caches[2 * layer], step.caches[2 * layer + 1],
+                step.slot_mapping, (int64_t)step.num_blocks * step.block_size, step.num_tokens, step.block_size,
+                d.num_kv_heads, d.head_dim, b.heads, stride, d.num_heads + d.num_kv_heads, step.cos, step.sin,
+                d.layers[layer].q_norm, d.layers[layer].k_norm, d.epsilon};
+    }
+
+  private:
+    PointwiseJob normalize(const void* x, void* residual, const void* weight, void* out) const {
+        return make_job({d.dtype, x, residual, weight, d.epsilon, out, step.num_tokens, d.hidden_size});
+    }
+
+    LinearJob multiply(const Weights& weights, const void* x, void* out, const Weights* following) const {
+        Linear a = {d.dtype, x, weights.num_inputs, weights.panels, weights.scales, weights.bias, out,
+                    weights.num_outputs, step.num_tokens, weights.num_outputs, weights.num_inputs, false, false,
+                    nullptr, 0};
+        if (following != nullptr) {
+            a.following = static_cast<const char*>(following->panels);
+            a.following_bytes = (int64_t)following->num_inputs * kPanel * (following->scales ? 1 : size_of(d.dtype));
+        }
+        return {a, num_threads, {0, a.num_panels()}, false};
+    }
+
+    const Decoder& d;
+    const DecoderStep& step;
+    const Buffers b;
+    const int num_threads;
+    const Plan& attention;
+};
+
+bool ran_out_of_memory(const LayerJobs& job) {
+    return job.qkv.out_of_memory || job.attention.out_of_memory || job.output.out_of_memory ||
+           job.gate_up.out_of_memory || job.down.out_of_memory;
+}
+
+// Gives -1, or the number of a row that does not fit (see `find_misfit`), or num_rows + 1 and the number of a token whose
+// slot does not exist, or -2 without memory.
+int decode(const Decoder& decoder, const DecoderStep& step, const Threads& threads, TeamSize team_size) {
+    if (step.num_tokens == 0) return -1;
+    Plan attention = {};
+    DecoderPlan plan(decoder, step, threads.num_threads, attention);
+    const int token = find_misfit(plan.cache_write(0));
+    if (token >= 0) return step.num_rows + 1 + token;
+    const Attention first = plan.attend(0);
+    const int row = find_misfit(first, step.num_tokens);
+    if (row >= 0) return row;
+
+    LayerJobs* jobs = static_cast<LayerJobs*>(malloc(sizeof(LayerJobs) * decoder.num_layers));
+    Step* steps = static_cast<Step*>(malloc(sizeof(Step) * (8 * decoder.num_layers + 1)));
+    bool out_of_memory = !make_plan(first, threads.num_threads, attention) || jobs == nullptr || steps == nullptr;
+    if (!out_of_memory) {
+        PointwiseJob last;
+        Program program;
+        program.num_steps = plan.write(jobs, last, steps);
+        program.steps = steps;
+        program.team_size = threads.region != nullptr && threads.num_threads > 1 ? team_size : nullptr;
+        run_on(threads, true, run_program, &program);
+        for (int i = 0; i < decoder.num_layers; ++i) out_of_memory |= ran_out_of_memory(jobs[i]);
+    }
+    free_plan(attention);
+    free(steps);
+    free(jobs);
+    return out_of_memory ? -2 : -1;
+}
+
+}  // namespace

@@ -1,0 +1,89 @@
+// Jobs in a row on one team of threads: each thread goes through all of them, and waits for the others behind each.
+//
+// A decode step is hundreds of jobs of some microseconds, and to open a parallel region for each would cost a good part
+// of them. A thread that waits spins for a while, since the others are mostly about to come. Then it sleeps: its core may
+// be what the one that all wait for lacks.
+#pragma once
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
+#include "threads.hpp"
+
+namespace {
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Where the threads of a team wait for each other, again and again; Mellor-Crummey & Scott 1991, section 3.1.
+class Barrier {
+  public:
+    // Gives once all `team_size` threads have called it; what they did before is to be seen by all then.
+    void wait(int team_size) {
+        const uint32_t round = __atomic_load_n(&round_, __ATOMIC_RELAXED);
+        if (__atomic_add_fetch(&arrived_, 1, __ATOMIC_ACQ_REL) == team_size) {
+            __atomic_store_n(&arrived_, 0, __ATOMIC_RELAXED);
+            __atomic_store_n(&round_, round + 1, __ATOMIC_SEQ_CST);
+            if (__atomic_load_n(&num_asleep_, __ATOMIC_SEQ_CST) > 0) wake_all();
+            return;
+        }
+        for (int i = 0; i < kSpins; ++i) {
+            if (__atomic_load_n(&round_, __ATOMIC_ACQUIRE) != round) return;
+            pause_briefly();
+        }
+        __atomic_add_fetch(&num_asleep_, 1, __ATOMIC_SEQ_CST);
+        while (__atomic_load_n(&round_, __ATOMIC_SEQ_CST) == round) sleep_in(round);
+        __atomic_sub_fetch(&num_asleep_, 1, __ATOMIC_RELAXED);
+    }
+
+  private:
+    static constexpr int kSpins = 2000;  // some tens of microseconds
+
+#if defined(__linux__)
+    // Until it is woken, unless the round is over.
+    void sleep_in(uint32_t round) { syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, round, nullptr, nullptr, 0); }
+    void wake_all() { syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0); }
+#else
+    void sleep_in(uint32_t) { sched_yield(); }
+    void wake_all() {}
+#endif
+
+    alignas(64) int arrived_ = 0;
+    alignas(64) uint32_t round_ = 0;
+    int num_asleep_ = 0;
+};
+
+struct Step {
+    Work work;
+    void* job;
+};
+
+// Asked by a thread of a parallel region: of how many threads it is. (omp_get_num_threads)
+using TeamSize = int (*)();
+
+struct Program {
+    const Step* steps;
+    int num_steps;
+    TeamSize team_size;  // null where there is no region
+    Barrier barrier;
+};
+
+inline void run_program(void* data) {
+    Program& program = *static_cast<Program*>(data);
+    const int team_size = program.team_size != nullptr ? program.team_size() : 1;
+    for (int i = 0; i < program.num_steps; ++i) {
+        program.steps[i].work(program.steps[i].job);
+        program.barrier.wait(team_size);
+    }
+}
+
+}  // namespace
