@@ -20,6 +20,7 @@ from kernels.forms import FLOATS
 _Attention = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None, float | None, BatchBounds | None], Tensor
 ]
+NormalizersAndBest = Callable[[Tensor], tuple[Tensor, Tensor]]
 SampleTokens = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...] | None], Tensor]
 
 LinearLayer = Callable[[Tensor], Tensor]
@@ -65,6 +66,7 @@ class Operations:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     gelu: Callable[[Tensor, str], Tensor]
+    normalizers_and_best: NormalizersAndBest
     sample_tokens: SampleTokens
     note: str = ""
     reads_behind_context: bool = False
@@ -145,6 +147,7 @@ def triton_kernels() -> Operations:
         rms_norm=rms_norm.rms_norm,
         add_rms_norm=rms_norm.add_rms_norm,
         gelu=activation.gelu,
+        normalizers_and_best=reference.normalizers_and_best,
         sample_tokens=sampling.sample_tokens,
         recordable=True,
     )
@@ -162,6 +165,7 @@ def cpp(kernels: CpuKernels) -> Operations:
         paged_attention=kernels.paged_attention,
         rms_norm=kernels.rms_norm,
         add_rms_norm=kernels.add_rms_norm,
+        normalizers_and_best=kernels.normalizers_and_best,
         decoder=kernels.decoder,
         reads_behind_context=False,
     )
@@ -181,6 +185,7 @@ def torch_reference(note: str = "") -> Operations:
         rms_norm=reference.rms_norm,
         add_rms_norm=reference.add_rms_norm,
         gelu=reference.gelu,
+        normalizers_and_best=reference.normalizers_and_best,
         sample_tokens=reference.sample_tokens,
         note=note,
         reads_behind_context=True,

@@ -43,6 +43,7 @@ _ATTENTION = (c_int, c_int, c_void_p, c_int64, *_PLACES, c_int64, *[c_int] * 6, 
 _RESHAPE = (c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int] * 5, *_THREADS)
 _ROTATE = (c_int, c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int] * 6, *_THREADS)
 _NORM = (c_int, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, *_THREADS)
+_SCORES_OF_ROWS = (c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int, *_THREADS)
 _GATE = (c_int, c_void_p, c_void_p, c_int64, c_int64, *_THREADS)
 
 
@@ -84,6 +85,7 @@ class CpuKernels:
         self._rotate_and_cache = function("rotate_and_cache", _ROTATE, c_int)
         self._rms_norm = function("rms_norm", _NORM, None)
         self._silu_and_mul = function("silu_and_mul", _GATE, None)
+        self._normalizers_and_best = function("normalizers_and_best", _SCORES_OF_ROWS, None)
         self._linear = function("linear", cpu_linear.ARGUMENTS, c_int)
         self._decode = function("decode", cpu_decoder.ARGUMENTS, c_int)
 
@@ -251,6 +253,16 @@ class CpuKernels:
         pointers = (DTYPES[x.dtype], x.data_ptr(), out.data_ptr())
         self._silu_and_mul(*pointers, num_rows, size // 2, self._region, self._num_threads)
         return out
+
+    def normalizers_and_best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `reference.normalizers_and_best`."""
+        num_rows, size = logits.shape
+        if logits.dtype != torch.float32 or logits.device.type != "cpu" or size == 0 or logits.stride(1) != 1:
+            raise ValueError(f"logits {form(logits)} are to be float32 with dense rows, on the CPU")
+        normalizers, best = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+        results = (normalizers.data_ptr(), best.data_ptr(), num_rows, size)
+        self._normalizers_and_best(logits.data_ptr(), logits.stride(0), *results, self._region, self._num_threads)
+        return normalizers, best
 
     def linear(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> CpuLinear:
         """See `reference.linear`."""

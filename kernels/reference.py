@@ -51,6 +51,20 @@ def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, sl
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, tokens.to(cache.dtype))
 
 
+def normalizers_and_best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """What log-probabilities are made with, and what greedy decoding takes.
+
+    Args:
+        logits: [num_rows, vocabulary_size] float32; -inf forbids a token.
+
+    Returns:
+        The log of each row's sum of exponentials, [num_rows] float32; and its best token, [num_rows] int64, the first
+        of those that tie. Of a row with a NaN or +inf, or of -inf alone: what no log-probability comes of that is
+        finite, and some token.
+    """
+    return logits.logsumexp(-1), logits.argmax(-1)
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

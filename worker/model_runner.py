@@ -188,7 +188,8 @@ class ModelRunner:
         # Where every row is sampled once, there is nothing to pick out.
         scores = self._model.head(hidden if len(there.scored) == len(hidden) else hidden[there.scored])
         logits = scores if len(there.score_of_sample) == 0 else scores[there.score_of_sample]
-        sampled = draw_tokens(logits, samples, self._model.operations.sample_tokens)
+        operations = self._model.operations
+        sampled = draw_tokens(logits, samples, operations.sample_tokens, operations.normalizers_and_best)
         if len(there.kept) > 0:
             token_ids = sampled.token_ids
             # A failed sample leaves a token behind too: the next step may be on its way already and ask for it.

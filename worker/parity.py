@@ -134,6 +134,8 @@ def _cases() -> Iterator[tuple[str, str, Callable[[Operations, Setting], _Result
     yield "reshape_and_cache", "with padding", partial(_attend, rows=((11, 11), (1, 4)), is_padded=True)
     yield "copy_blocks", "bit for bit", _copy_blocks
     yield "swap_blocks", "out and in, bit for bit", _swap_blocks
+    yield "normalizers_and_best", "normalizers", partial(_normalizers_and_best, is_best=False)
+    yield "normalizers_and_best", "best tokens", partial(_normalizers_and_best, is_best=True)
     yield "sample_tokens", "greedy and drawn", partial(_sample_tokens, is_filtered=False)
     yield "sample_tokens", "filtered", partial(_sample_tokens, is_filtered=True)
 
@@ -301,6 +303,14 @@ def _swap_blocks(operations: Operations, setting: Setting) -> _Results:
     if setting.device.type == "cuda":
         torch.cuda.synchronize(setting.device)
     return _bits(pool), _bits(twin)
+
+
+def _normalizers_and_best(operations: Operations, setting: Setting, *, is_best: bool) -> _Results:
+    logits = torch.randn(5, 211, generator=setting.generator).mul_(3)
+    logits[1, 20:] = -torch.inf
+    logits[2, 7] = logits[2, 90] = 20  # they tie
+    found, expected = operations.normalizers_and_best(logits.to(setting.device)), reference.normalizers_and_best(logits)
+    return found[is_best].cpu(), expected[is_best]
 
 
 def _sample_tokens(operations: Operations, setting: Setting, *, is_filtered: bool) -> _Results:

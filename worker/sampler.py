@@ -23,7 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from kernels import reference
-from kernels.choice import SampleTokens
+from kernels.choice import NormalizersAndBest, SampleTokens
 from worker.adjustments import TokenIds, add_biases, forbid, penalize_occurrences, penalize_repetition
 from worker.candidates import Candidates, best_candidates
 from worker.logprobs import TokenLogprobs, token_logprobs
@@ -53,7 +53,10 @@ class SampledTokens:
 
 
 def draw_tokens(
-    logits: Tensor, samples: Sequence[Sample], sample_tokens: SampleTokens = reference.sample_tokens
+    logits: Tensor,
+    samples: Sequence[Sample],
+    sample_tokens: SampleTokens = reference.sample_tokens,
+    normalizers_and_best: NormalizersAndBest = reference.normalizers_and_best,
 ) -> SampledTokens:
     """One token for each sample.
 
@@ -61,15 +64,20 @@ def draw_tokens(
         logits: [num_samples, vocabulary_size] float32; overwritten where they are adjusted or forbidden.
         samples: what each row of them is for.
         sample_tokens: the operation that draws, chosen with the others when the model was built.
+        normalizers_and_best: likewise.
     """
-    normalizers = logits.logsumexp(-1)
+    normalizers, best = normalizers_and_best(logits)
     kept = [row for row, s in enumerate(samples) if s.parameters.num_top_logprobs is not None or s.parameters.adjusts]
+    adjusted = [row for row in kept if samples[row].parameters.adjusts]
     if kept:
         kept_rows = _rows(logits, kept)
         originals = logits[kept_rows]
-        _adjust(logits, [row for row in kept if samples[row].parameters.adjusts], samples)
-    _forbid_early_stops(logits, samples)
-    token_ids = _draw(logits, samples, sample_tokens)
+        _adjust(logits, adjusted, samples)
+    are_changed = _forbid_early_stops(logits, samples) or bool(adjusted)
+    if any(sample.parameters.draws for sample in samples):
+        token_ids = _draw(logits, samples, sample_tokens)
+    else:
+        token_ids = normalizers_and_best(logits)[1] if are_changed else best
     candidates = None
     if searched := [row for row, sample in enumerate(samples) if sample.parameters.num_candidates > 0]:
         searched_rows = _rows(logits, searched)
@@ -117,7 +125,8 @@ def _seen(sample: Sample) -> tuple[TokenIds, TokenIds]:
     return sample.history.unique_prompt, output
 
 
-def _forbid_early_stops(logits: Tensor, samples: Sequence[Sample]) -> None:
+def _forbid_early_stops(logits: Tensor, samples: Sequence[Sample]) -> bool:
+    """Gives whether there were any."""
     early = [
         (row, p.stop_token_ids)
         for row, sample in enumerate(samples)
@@ -125,13 +134,12 @@ def _forbid_early_stops(logits: Tensor, samples: Sequence[Sample]) -> None:
     ]
     if early:
         forbid(logits, [row for row, _ in early], [token_ids for _, token_ids in early])
+    return bool(early)
 
 
 def _draw(logits: Tensor, samples: Sequence[Sample], sample_tokens: SampleTokens) -> Tensor:
     """Drawn tokens, or the best ones where a request wants those; [num_samples] int64."""
     of = [sample.parameters for sample in samples]
-    if not any(p.draws for p in of):
-        return logits.argmax(-1)
     size = logits.shape[1]
     columns: list[Array] = [
         np.array([p.temperature if p.draws else 0 for p in of], dtype=np.float32),

@@ -7,6 +7,7 @@
 #include "decoder.hpp"
 #include "linear.hpp"
 #include "pointwise.hpp"
+#include "scores.hpp"
 
 #define JOIN(operation, level) operation##_##level
 #define NAME(operation, level) JOIN(operation, level)
@@ -75,6 +76,14 @@ EXPORT(int, linear)(
          widened != 0, nullptr, 0},
         {region, num_threads}
     );
+}
+
+EXPORT(void, normalizers_and_best)(
+    const float* logits, int64_t stride, float* normalizers, int64_t* best, int num_rows, int size,
+    ParallelRegion region, int num_threads
+) {
+    ScoresJob job = {{logits, stride, size, normalizers, best}, {0, num_rows}};
+    run_on({region, num_threads}, num_rows > 1, score_rows, &job);
 }
 
 EXPORT(int, decode)(
