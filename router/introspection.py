@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 from protos import session_pb2
 from protos.errors import Refusal, Violation, invalid_argument, to_status, unavailable
 from protos.pagewire.v1 import introspection_pb2 as pb
-from router.client_stream import write
+from router.client_stream import writing_to
 from router.scheduler_link import SchedulerLink
 
 # Each asks the scheduler, which has steps to plan, up to a hundred times a second.
@@ -88,10 +88,10 @@ class IntrospectionService:
         return _explanation(await self._link.explain(request.request_id))
 
     async def _watch(self, context: grpc.aio.ServicerContext, interval_s: float) -> None:
-        while True:
-            state = _state(await self._link.get_state())
-            await write(context, pb.WatchStateResponse(state=state), self._write_stall_s)
-            await asyncio.sleep(interval_s)
+        async with writing_to(context, self._write_stall_s) as write:
+            while True:
+                await write(pb.WatchStateResponse(state=_state(await self._link.get_state())))
+                await asyncio.sleep(interval_s)
 
 
 def _end(context: grpc.aio.ServicerContext, refusal: Refusal) -> None:

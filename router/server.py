@@ -11,7 +11,7 @@ from protos import session_pb2
 from protos.errors import Refusal, Violation, invalid_argument, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
 from router.check import ServedModel, check_before_tokenizing, check_length, check_model, check_token_ids, resolve
-from router.client_stream import write
+from router.client_stream import writing_to
 from router.config import RouterSettings
 from router.live_request import LiveRequest
 from router.scheduler_link import SchedulerLink
@@ -33,11 +33,14 @@ class GenerationService:
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams deltas as tokens are computed."""
-        async with _Admission(self, request, context) as live:
+        async with (
+            _Admission(self, request, context) as live,
+            writing_to(context, self._settings.write_stall_s) as write,
+        ):
             last = False
             while not last:
                 response, last = await live.take()
-                await write(context, response, self._settings.write_stall_s)
+                await write(response)
 
     async def Complete(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.CompleteResponse:
         """Answers the same request whole."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import grpc
 
 from protos import session_pb2 as pb
+from protos.patience import Patience
 from protos.worker_pb2 import GetInfoResponse
 from scheduler.block_manager import BlockManager
 from scheduler.config import SchedulerSettings
@@ -26,6 +27,8 @@ from scheduler.worker_link import WorkerLink, WorkerLost
 
 # How long the end of a request can be told again: until keepalive has noticed that a router's connection is dead.
 _RETENTION_S = 60.0
+# What a timer of the event loop may be early by: it counts in milliseconds.
+_TIMER_S = 0.001
 log = logging.getLogger(__name__)
 
 
@@ -52,7 +55,7 @@ class SchedulerLoop:
         self.last_step_ms = 0.0
         self.last_step_tokens = 0
         self._settings = settings
-        self._link = WorkerLink(settings.worker, settings.step_timeout_s, on_lost=self.wake)
+        self._link = WorkerLink(settings.worker, on_lost=self.wake)
         self._sessions = sessions
         self._clock = clock
         self._work = asyncio.Event()
@@ -73,10 +76,12 @@ class SchedulerLoop:
                 continue
             self._set_serving(True)
             try:
-                await self._steps()
+                async with Patience(self._settings.step_timeout_s) as patience:
+                    await self._steps(patience)
+            except TimeoutError:
+                self._lose(f"a step was not answered within {self._settings.step_timeout_s} s")
             except WorkerLost as lost:
-                self._set_serving(False)
-                self._recover(lost)
+                self._lose(str(lost))
 
     async def wait_for_change(self, timeout_s: float | None) -> None:
         """Returns when `serving` changed, or after `timeout_s` seconds."""
@@ -133,14 +138,17 @@ class SchedulerLoop:
         log.info("worker connected", extra=facts)
         return True
 
-    async def _steps(self) -> None:
+    async def _steps(self, patience: Patience) -> None:
+        """Runs steps until the worker is lost, or the oldest that it has is late."""
         assert self.core is not None
         pacing = Pacing(self.core.policy.max_steps_in_flight)
         while True:
             now, plan_time = self._clock(), pacing.next_plan_time()
-            if plan_time is not None and plan_time <= now:
+            if plan_time is not None and plan_time < now + _TIMER_S:
                 plan = self._plan(now)
                 if plan.rows:
+                    if pacing.oldest is None:
+                        patience.begin()
                     pacing.add(plan, self.core.rates.expected_step_s(plan.num_tokens, plan.num_prefill_tokens), now)
                     await self._link.send(plan)
                 elif pacing.oldest is not None:
@@ -151,14 +159,14 @@ class SchedulerLoop:
                 continue
             oldest = pacing.oldest
             assert oldest is not None
-            latest = pacing.begun + self._settings.step_timeout_s
-            result = await self._link.receive(oldest, (latest if plan_time is None else min(plan_time, latest)) - now)
-            if result is None:
-                if self._clock() >= latest:
-                    raise WorkerLost(f"no result of step {oldest.step_id} within {self._settings.step_timeout_s} s")
-            else:
+            result = await self._link.receive(oldest, None if plan_time is None else plan_time - now)
+            if result is not None:
                 self.last_step_ms = pacing.pop(self._clock()) * 1e3
                 self.last_step_tokens = oldest.num_tokens
+                if pacing.oldest is None:
+                    patience.end()
+                else:
+                    patience.begin()
                 self._update(oldest, result)
 
     def _plan(self, now: float) -> Plan:
@@ -194,10 +202,12 @@ class SchedulerLoop:
             async with asyncio.timeout(timeout_s):
                 await self._work.wait()
 
-    def _recover(self, lost: WorkerLost) -> None:
+    def _lose(self, reason: str) -> None:
+        """The worker is gone, and what it computed with it."""
         assert self.core is not None
+        self._set_serving(False)
         groups = self.core.requeue_running()
-        log.error("worker lost", extra={"reason": str(lost), "requeued": len(groups)})
+        log.error("worker lost", extra={"reason": reason, "requeued": len(groups)})
         for group in groups:
             if group.num_failed_steps >= self._settings.max_failed_steps:
                 self.core.abort(group)

@@ -27,15 +27,15 @@ class WorkerLink:
         on_lost: called when the stream of steps ends, also while no step runs.
     """
 
-    def __init__(self, address: str, step_timeout_s: float, on_lost: Callable[[], None]) -> None:
+    def __init__(self, address: str, on_lost: Callable[[], None]) -> None:
         self._channel = rpc.dial(address)
         self._stub = WorkerServiceStub(self._channel)
-        self._step_timeout_s = step_timeout_s
         self._on_lost = on_lost
         self._epoch = 0
         self._call: grpc.aio.StreamStreamCall[ExecuteModelRequest, ExecuteModelResponse] | None = None
-        # The next response, waited for more than once: to cancel a read is to cancel the stream.
-        self._reading: asyncio.Future[object] | None = None
+        # What the call has answered, and None for its end. Read by a task: to cancel a read is to cancel the stream.
+        self._responses: asyncio.Queue[ExecuteModelResponse | None] = asyncio.Queue()
+        self._reader: asyncio.Task[None] | None = None
 
     async def connect(self) -> GetInfoResponse:
         """Waits, for ever if need be, until the worker serves, and opens a stream of steps to that life of it."""
@@ -51,6 +51,8 @@ class WorkerLink:
         self._epoch = info.epoch
         self._call = self._stub.Execute()
         self._call.add_done_callback(lambda _: self._on_lost())
+        self._responses = asyncio.Queue()
+        self._reader = asyncio.create_task(_read(self._call, self._responses))
         return info
 
     async def check(self) -> None:
@@ -66,21 +68,17 @@ class WorkerLink:
             WorkerLost: it did not get through, and no result will come any more.
         """
         assert self._call is not None, "not connected"
-        request = to_request(plan, self._epoch)
         try:
-            async with asyncio.timeout(self._step_timeout_s):
-                await self._call.write(request)
-        except TimeoutError as error:
-            raise WorkerLost(f"step {plan.step_id} could not be sent within {self._step_timeout_s} s") from error
+            await self._call.write(to_request(plan, self._epoch))
         except _BROKEN as error:
             raise WorkerLost(await self._last_words()) from error
 
-    async def receive(self, plan: Plan, timeout_s: float) -> StepResult | None:
+    async def receive(self, plan: Plan, timeout_s: float | None) -> StepResult | None:
         """The result of the oldest step that is on its way.
 
         Args:
             plan: that step.
-            timeout_s: how long to wait.
+            timeout_s: how long to wait; None for ever.
 
         Returns:
             None: it was not there in time, and may be asked for again.
@@ -89,28 +87,21 @@ class WorkerLink:
             WorkerLost: there is no result, and there will be none.
         """
         assert self._call is not None, "not connected"
-        if self._reading is None:
-            self._reading = asyncio.ensure_future(self._call.read())
-            # Of a stream that is given up it is nobody's news.
-            self._reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
-        await asyncio.wait([self._reading], timeout=max(0.0, timeout_s))
-        if not self._reading.done():
-            return None
-        reading, self._reading = self._reading, None
         try:
-            response = reading.result()
-        except _BROKEN as error:
-            raise WorkerLost(await self._last_words()) from error
-        if not isinstance(response, ExecuteModelResponse):  # the stream's end
+            async with asyncio.timeout(timeout_s):
+                response = await self._responses.get()
+        except TimeoutError:
+            return None
+        if response is None:
             raise WorkerLost(await self._last_words())
         assert response.step_id == plan.step_id, "results out of order"
         return to_result(response)
 
     def close_stream(self) -> None:
         """Cancels the stream of steps, if one is open: an abandoned call is never collected."""
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None
         if self._call is not None:
             self._call.cancel()
             self._call = None
@@ -123,3 +114,16 @@ class WorkerLink:
     async def _last_words(self) -> str:
         assert self._call is not None
         return f"{(await self._call.code()).name}: {await self._call.details()}"
+
+
+async def _read(
+    call: "grpc.aio.StreamStreamCall[ExecuteModelRequest, ExecuteModelResponse]",
+    responses: "asyncio.Queue[ExecuteModelResponse | None]",
+) -> None:
+    """Passes on what a call answers, until it ends."""
+    try:
+        while isinstance(response := await call.read(), ExecuteModelResponse):
+            responses.put_nowait(response)
+    except _BROKEN as error:
+        log.debug("stream of steps broken", extra={"error": str(error)})
+    responses.put_nowait(None)

@@ -91,3 +91,43 @@ def test_a_second_signal_ends_it_at_once():
     assert process.stdout.readline() == "draining\n"
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(10) == 1
+
+
+IMPORTS = """
+import gc, runpy, sys
+looked_at = []
+gc.callbacks.append(lambda phase, info: looked_at.append(len(gc.get_objects())))
+sys.argv = ["worker", "--help"]
+try:
+    runpy.run_module("worker", run_name="__main__")
+finally:
+    print("frozen", gc.get_freeze_count(), "looked at", max(looked_at, default=0), file=sys.stderr)
+"""
+
+
+def test_a_worker_that_starts_never_looks_for_garbage_among_what_it_imports():
+    pytest.importorskip("torch")
+    ended = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, check=True)
+    _, frozen, _, _, looked_at = ended.stderr.split()
+    assert int(frozen) > 100_000
+    assert int(looked_at) < 50_000
+
+
+@pytest.mark.parametrize("module", ["router.__main__", "scheduler.__main__", "worker.process"])
+def test_a_service_has_chosen_its_pollers_when_grpc_is_imported(module):
+    code = f"""
+import os, sys
+
+class Witness:
+    def find_spec(self, name, *_):
+        if name == "grpc":
+            print(os.environ.get("GRPC_EXPERIMENTS"))
+
+sys.meta_path.insert(0, Witness())
+import {module}
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    run = [sys.executable, "-c", code]
+    assert "-event_engine_client" in subprocess.run(run, env=environment, capture_output=True, text=True).stdout
+    environment["GRPC_EXPERIMENTS"] = "mine"
+    assert subprocess.run(run, env=environment, capture_output=True, text=True).stdout.split() == ["mine"]

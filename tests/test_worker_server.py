@@ -333,7 +333,7 @@ def start(*arguments):
 
 def test_the_process_spins_briefly_and_loads_nothing_heavy_beside_torch():
     code = (
-        "import os, sys, worker.__main__;"
+        "import os, sys, worker.__main__, worker.process;"
         "print(os.environ['GOMP_SPINCOUNT'], {'torch', 'transformers', 'gguf', 'tokenizers'} & sys.modules.keys())"
     )
     ended = subprocess.run([sys.executable, "-c", code], env={}, capture_output=True, text=True, check=True)

@@ -19,7 +19,13 @@ from worker.transfer import Array, to_device
 # In place of a token id: the token that the row's sequence sampled last.
 LAST_SAMPLED = -1
 
+# Up to so many entries Python finds the least and the most before numpy has begun. Calls of numpy are what reading a
+# small step costs, in caches that a pass over the weights has swept.
+_FEW = 64
+_MOST_ENTRIES = 2**31 - 1
+
 Integers = npt.NDArray[np.int32]
+_NONE: Integers = np.empty(0, dtype=np.int32)
 
 
 class MalformedStep(Exception):
@@ -53,7 +59,8 @@ class Step:
     """The checked columns of a request.
 
     Rows are sequences. `query_starts` and `table_starts` have one entry more than there are rows. Pairs are
-    [num_pairs, 2]. `token_ids` alone may be written.
+    [num_pairs, 2]. `token_ids` alone may be written. `samples` are (request id, sequence index, position) of each token
+    that the step samples.
     """
 
     request_ids: Integers
@@ -65,7 +72,7 @@ class Step:
     table_starts: Integers
     block_tables: Integers
     sample_rows: Integers
-    sample_sequence_indexes: Integers
+    samples: list[tuple[int, int, int]]
     blocks_to_swap_out: Integers
     blocks_to_swap_in: Integers
     blocks_to_copy: Integers
@@ -100,7 +107,7 @@ def read_step(request: ExecuteModelRequest, limits: StepLimits) -> Step:
     _check_range("token_ids", token_ids, LAST_SAMPLED, limits.vocabulary_size - 1)
     _check_range("num_new_tokens (the row's context with them)", context_lengths, 1, limits.context_length)
     _check_range("block_tables", block_tables, 0, limits.num_blocks - 1)
-    if np.any(table_lengths.astype(np.int64) * limits.block_size < context_lengths):
+    if (table_lengths.astype(np.int64) * limits.block_size < context_lengths).any():
         raise MalformedStep("block_table_lengths", "a row's blocks do not hold its tokens")
 
     sample_rows = read_column(request, "sample_rows")
@@ -118,7 +125,7 @@ def read_step(request: ExecuteModelRequest, limits: StepLimits) -> Step:
         table_starts=table_starts,
         block_tables=block_tables,
         sample_rows=sample_rows,
-        sample_sequence_indexes=sample_sequence_indexes,
+        samples=_samples(request_ids, context_lengths, sample_rows, sample_sequence_indexes),
         blocks_to_swap_out=_pairs(request, "blocks_to_swap_out", limits.num_blocks, limits.num_cpu_blocks),
         blocks_to_swap_in=_pairs(request, "blocks_to_swap_in", limits.num_cpu_blocks, limits.num_blocks),
         blocks_to_copy=_pairs(request, "blocks_to_copy", limits.num_blocks, limits.num_blocks),
@@ -128,11 +135,21 @@ def read_step(request: ExecuteModelRequest, limits: StepLimits) -> Step:
     )
 
 
+def _samples(
+    request_ids: Integers, context_lengths: Integers, rows: Integers, sequence_indexes: Integers
+) -> list[tuple[int, int, int]]:
+    ids, positions = request_ids.tolist(), context_lengths.tolist()
+    pairs = zip(rows.tolist(), sequence_indexes.tolist(), strict=True)
+    return [(ids[row], index, positions[row]) for row, index in pairs]
+
+
 def _read_prompt_rows(
     request: ExecuteModelRequest, num_computed_tokens: Integers, context_lengths: Integers
 ) -> tuple[Integers, Integers]:
     rows = read_column(request, "prompt_logprob_rows")
     starts = read_column(request, "prompt_logprob_starts", len(rows))
+    if len(rows) == 0:
+        return rows, starts
     _check_range("prompt_logprob_rows", rows, 0, len(context_lengths) - 1)
     if np.any((starts < num_computed_tokens[rows]) | (starts >= context_lengths[rows])):
         raise MalformedStep("prompt_logprob_starts", "a start is not among its row's tokens")
@@ -175,12 +192,14 @@ def make_inputs(
         num_padding: rows to be added, each of one token without a context and a slot: it writes nothing, and kernels
             that are recorded as a CUDA graph give it zeros.
     """
-    num_new_tokens = np.diff(step.query_starts)
-    num_rows, num_tokens = len(num_new_tokens), len(step.token_ids)
-    rows = np.repeat(np.arange(num_rows), num_new_tokens)  # the row of each token
-    offsets = np.arange(num_tokens) - step.query_starts[rows]
-    positions = step.num_computed_tokens[rows] + offsets
-    blocks = step.block_tables[step.table_starts[rows] + positions // block_size].astype(np.int64)
+    num_rows, num_tokens = len(step.context_lengths), len(step.token_ids)
+    bounds = _batch_bounds(step)
+    positions, table_starts = step.num_computed_tokens, step.table_starts[:-1]
+    if num_tokens > num_rows:
+        rows = np.repeat(np.arange(num_rows), np.diff(step.query_starts))  # the row of each token
+        positions = positions[rows] + np.arange(num_tokens) - step.query_starts[rows]
+        table_starts = table_starts[rows]
+    blocks = step.block_tables[table_starts + positions // block_size].astype(np.int64)
     tokens = np.zeros((3, num_tokens + num_padding), dtype=np.int64)
     tokens[0, :num_tokens] = step.token_ids
     tokens[1, :num_tokens] = positions
@@ -188,9 +207,8 @@ def make_inputs(
     tokens[2, num_tokens:] = -1
 
     # Tables as a matrix: as wide as the longest context needs, shorter rows repeat their last block.
-    last = _last_blocks(step, block_size)
-    columns = np.arange(last.max(initial=-1) + 1)
-    indices = step.table_starts[:-1, None] + np.minimum(columns, last[:, None])
+    columns = np.arange(-(-(bounds.longest_context or 0) // block_size))
+    indices = step.table_starts[:-1, None] + np.minimum(columns, _last_blocks(step, block_size)[:, None])
     tables, starts, contexts = step.block_tables[indices], step.query_starts, step.context_lengths
     if num_padding > 0:
         tables = np.pad(tables, [(0, num_padding), (0, 0)])
@@ -200,7 +218,7 @@ def make_inputs(
     sent, sent_tables, sent_starts, sent_contexts, *sent_others = to_device(
         device, tokens, tables, starts, contexts, *others
     )
-    attention = AttentionMetadata(sent[2], sent_tables, sent_starts, sent_contexts, _bounds(step))
+    attention = AttentionMetadata(sent[2], sent_tables, sent_starts, sent_contexts, bounds)
     return ModelInputs(sent, attention), sent_others
 
 
@@ -219,16 +237,16 @@ def _last_blocks(step: Step, block_size: int) -> Integers:
     return (step.context_lengths - 1) // block_size
 
 
-def _bounds(step: Step) -> BatchBounds:
+def _batch_bounds(step: Step) -> BatchBounds:
     """What is known here of the rows' lengths, and would have to be asked of the device later."""
     if len(step.context_lengths) == 0:
         return BatchBounds()
-    num_new_tokens = np.diff(step.query_starts)
+    fewest_queries, most_queries = _extremes(step.query_starts[1:] - step.query_starts[:-1])
     return BatchBounds(
-        longest_context=int(step.context_lengths.max()),
+        longest_context=_extremes(step.context_lengths)[1],
         total_context=int(step.context_lengths.sum(dtype=np.int64)),
-        fewest_queries=int(num_new_tokens.min()),
-        most_queries=int(num_new_tokens.max()),
+        fewest_queries=fewest_queries,
+        most_queries=most_queries,
     )
 
 
@@ -236,7 +254,7 @@ def read_column(request: ExecuteModelRequest | NewRequest, field: str, length: i
     data: bytes = getattr(request, field)
     if len(data) % 4 != 0:
         raise MalformedStep(field, f"{len(data)} bytes are no column of int32")
-    column = np.frombuffer(data, dtype=np.int32)
+    column = np.frombuffer(data, dtype=np.int32) if data else _NONE
     if length is not None and len(column) != length:
         raise MalformedStep(field, f"{len(column)} entries; the other columns mean {length}")
     return column
@@ -252,16 +270,17 @@ def _pairs(request: ExecuteModelRequest, field: str, from_limit: int, to_limit: 
     if len(column) % 2 != 0:
         raise MalformedStep(field, f"{len(column)} entries are no pairs")
     pairs = column.reshape(-1, 2)
-    _check_range(field, pairs[:, 0], 0, from_limit - 1)
-    _check_range(field, pairs[:, 1], 0, to_limit - 1)
+    if len(pairs) > 0:
+        _check_range(field, pairs[:, 0], 0, from_limit - 1)
+        _check_range(field, pairs[:, 1], 0, to_limit - 1)
     return pairs
 
 
 def _starts(lengths: Integers) -> Integers:
     """0, and the running sum of `lengths`; int64 inside, so that no sum of int32 wraps around."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    if starts[-1] > np.iinfo(np.int32).max:
+    lengths.cumsum(out=starts[1:])
+    if starts[-1] > _MOST_ENTRIES:
         raise MalformedStep("num_new_tokens, block_table_lengths", "more entries than int32 counts")
     return starts.astype(np.int32)
 
@@ -269,8 +288,16 @@ def _starts(lengths: Integers) -> Integers:
 def _check_range(field: str, column: Integers, least: int, most: int | None) -> None:
     if len(column) == 0:
         return
-    low, high = int(column.min()), int(column.max())
+    low, high = _extremes(column)
     if low < least:
         raise MalformedStep(field, f"{low} is less than {least}")
     if most is not None and high > most:
         raise MalformedStep(field, f"{high} is more than {most}")
+
+
+def _extremes(column: Integers) -> tuple[int, int]:
+    """The least and the greatest entry; there has to be one."""
+    if len(column) > _FEW:
+        return int(column.min()), int(column.max())
+    entries = column.tolist()
+    return min(entries), max(entries)

@@ -103,7 +103,7 @@ class LiveRequests:
         """
         samples = []
         settled = False
-        for request_id, sequence_index, position in _sampled(step):
+        for request_id, sequence_index, position in step.samples:
             live = self._requests.get(request_id)
             if live is None:
                 raise MalformedStep("request_ids", f"{request_id} was never among new_requests, or is finished")
@@ -135,6 +135,8 @@ class LiveRequests:
     def places_to_read(self, step: Step) -> tuple[list[int], list[int]]:
         """The tokens of the step that stand for what was sampled last, by index, and the place of each."""
         unknown = np.flatnonzero(step.token_ids == LAST_SAMPLED)
+        if len(unknown) == 0:
+            return [], []
         rows = np.searchsorted(step.query_starts, unknown, side="right") - 1
         places = []
         for request_id, sequence_index in zip(
@@ -154,7 +156,7 @@ class LiveRequests:
         Candidates are not: which of them goes on, and as which sequence, only the scheduler knows.
         """
         samples, places = [], []
-        for index, (request_id, sequence_index, _) in enumerate(_sampled(step)):
+        for index, (request_id, sequence_index, _) in enumerate(step.samples):
             live = self._requests[request_id]
             if live.parameters.num_candidates > 0:
                 continue
@@ -164,13 +166,3 @@ class LiveRequests:
             samples.append(index)
             places.append(place)
         return samples, places
-
-
-def _sampled(step: Step) -> list[tuple[int, int, int]]:
-    """(request id, sequence index, position) of each token that the step samples."""
-    columns = (
-        step.request_ids[step.sample_rows],
-        step.sample_sequence_indexes,
-        step.context_lengths[step.sample_rows],
-    )
-    return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,15 +40,21 @@ class _Job:
 
     Attributes:
         call: that it arrived on.
-        answer: to be given by one of the threads.
-        loop: that everything else runs on.
+        answer: to be given by one of the threads, through `give` or `fail`.
     """
 
     runner: ModelRunner
     request: ExecuteModelRequest
     call: _Call
-    answer: "Future[ExecuteModelResponse]"
-    loop: asyncio.AbstractEventLoop
+    answer: "asyncio.Future[ExecuteModelResponse]"
+
+    def give(self, response: ExecuteModelResponse) -> None:
+        """Answers, from any thread."""
+        self.answer.get_loop().call_soon_threadsafe(_settle, self.answer.set_result, self.answer, response)
+
+    def fail(self, error: Exception) -> None:
+        """Answers with an error, from any thread."""
+        self.answer.get_loop().call_soon_threadsafe(_settle, self.answer.set_exception, self.answer, error)
 
 
 class WorkerService(WorkerServiceServicer):
@@ -110,28 +116,28 @@ class WorkerService(WorkerServiceServicer):
                 "WRONG_EPOCH",
                 f"step {request.step_id} is for epoch {request.epoch}, and this worker's is {self._epoch}",
             )
-        job = _Job(worker.runner, request, call, Future(), asyncio.get_running_loop())
+        job = _Job(worker.runner, request, call, asyncio.get_running_loop().create_future())
         self._steps.submit(self._launch, job)
-        return asyncio.wrap_future(job.answer)
+        return job.answer
 
     def _launch(self, job: _Job) -> None:
         """On the thread of the steps."""
-        if not job.answer.set_running_or_notify_cancel():
+        if job.answer.cancelled():
             return
         with self._failures_of(job):
             if job.call.broken:
-                job.answer.set_result(ExecuteModelResponse())  # nobody reads it
+                job.give(ExecuteModelResponse())  # nobody reads it
                 return
             step = job.runner.launch(job.request)
             if step.is_finished:
-                job.answer.set_result(step.result())
+                job.give(step.result())
             else:
                 self._results.submit(self._wait, job, step)
 
     def _wait(self, job: _Job, step: StepInFlight) -> None:
         """On the thread of the results."""
         with self._failures_of(job):
-            job.answer.set_result(ExecuteModelResponse() if job.call.broken else step.result())
+            job.give(ExecuteModelResponse() if job.call.broken else step.result())
 
     @contextlib.contextmanager
     def _failures_of(self, job: _Job) -> Iterator[None]:
@@ -140,20 +146,26 @@ class WorkerService(WorkerServiceServicer):
             yield
         except MalformedStep as error:
             job.call.broken = True
-            job.answer.set_exception(invalid_argument([Violation(error.field, error.description)]))
+            job.fail(invalid_argument([Violation(error.field, error.description)]))
         except Exception as error:
             job.call.broken = True
             step_id = job.request.step_id
             log.exception("step failed", extra={"step_id": step_id})
             if not job.runner.is_usable():
-                job.loop.call_soon_threadsafe(self.device_lost.set)
+                job.answer.get_loop().call_soon_threadsafe(self.device_lost.set)
             message = f"step {step_id} failed with {type(error).__name__}; the worker's log says why"
-            job.answer.set_exception(Refusal(grpc.StatusCode.INTERNAL, "STEP_FAILED", message))
+            job.fail(Refusal(grpc.StatusCode.INTERNAL, "STEP_FAILED", message))
 
     def _require_loaded(self) -> LoadedWorker:
         if self._loaded is None:
             raise unavailable("LOADING", "the worker is still loading its model")
         return self._loaded
+
+
+def _settle(settle: Callable[[Any], None], answer: "asyncio.Future[ExecuteModelResponse]", outcome: Any) -> None:
+    """Gives an answer that has not been cancelled meanwhile."""
+    if not answer.done():
+        settle(outcome)
 
 
 def _disregard(outcome: "asyncio.Future[Any]") -> None:
