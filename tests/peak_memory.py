@@ -22,11 +22,16 @@ def measure(work: str, *arguments: object) -> tuple[int, int]:
 def grown(work: Callable[[], object]) -> tuple[int, int]:
     """The same of a function, in this process."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now; proc(5)
-    before = _status("VmRSS")
+    before = resident_bytes()
     kept = work()
     growth = _status("VmHWM") - before
     del kept
     return growth, before
+
+
+def resident_bytes() -> int:
+    """What this process has in memory now."""
+    return _status("VmRSS")
 
 
 def _status(name: str) -> int:

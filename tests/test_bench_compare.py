@@ -272,7 +272,7 @@ def test_each_row_finds_its_figure():
 
 def test_peers_name_all_their_variants_and_variants_themselves():
     names = [each.name for each in select([OURS, "openvino"], ["w1", "w2"])]
-    assert names == [OURS, "openvino", "openvino-int8"]
+    assert names == [OURS, "openvino", "pagewire-int8", "openvino-int8"]
     assert [each.name for each in select(["llamacpp-q8_0"], ["w1"])] == ["llamacpp-q8_0"]
 
 

@@ -1,14 +1,17 @@
 """What the worker takes of the machine's memory, at its peak, in processes of its own."""
 
+import ctypes
 import json
 import math
 import sys
 
 import pytest
 import torch
-from peak_memory import measure
+from peak_memory import measure, resident_bytes
 from safetensors.torch import save_file
 from worker_fakes import tiny_checkpoint
+
+from worker.loading import give_back_freed_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -72,6 +75,21 @@ def test_loading_by_transformers_takes_the_model_and_a_shard(tmp_path):
     directory = large_checkpoint(tmp_path / "large", 4, **BY_TRANSFORMERS)
     growth, _ = measure("load", directory)
     assert MODEL_BYTES < growth < MODEL_BYTES + largest_file_bytes(directory) + SLACK
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another malloc than glibc's")
+def test_what_was_freed_below_something_that_is_kept_goes_back_to_the_system():
+    library, size = ctypes.CDLL(None), 64 << 10
+    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    pieces = [library.malloc(size) for _ in range(2000)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, size)
+    for piece in pieces[:-1]:
+        library.free(piece)
+    before = resident_bytes()
+    give_back_freed_memory()
+    assert before - resident_bytes() > 100 * MIB
+    library.free(pieces[-1])
 
 
 def test_log_probabilities_of_a_prompt_of_8000_tokens_do_not_double_the_worker(tmp_path):

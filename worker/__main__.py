@@ -1,5 +1,6 @@
 """`python -m worker --model DIRECTORY`; `worker.process` does the work."""
 
+import gc
 import os
 
 # A thread that waits for the others of its OpenMP team spins, by default for milliseconds. The router and the scheduler
@@ -9,7 +10,11 @@ import os
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-from worker.process import main
-
 if __name__ == "__main__":
+    # What is imported stays: to look for garbage among it again and again takes a sixth of the time of torch's import.
+    gc.disable()
+    from worker.process import main
+
+    gc.freeze()
+    gc.enable()
     main()

@@ -20,7 +20,7 @@ Pairs = npt.NDArray[np.integer]
 
 # What is moved out and in at the start, a few times, to measure the cost of a block.
 _MEASURED_BLOCKS = 64
-_MEASURED_BYTES = 16 << 20
+_MEASURED_BYTES = 4 << 20
 _MEASURED_ROUNDS = 5
 
 

@@ -15,9 +15,8 @@ from pagewire.processes import environment, module_command
 
 OURS = "pagewire"
 _DRIVERS = Path(__file__).parent / "drivers"
-# The same room for KV in all of them: 46,600 tokens of SmolLM2-135M, twice what the workload ever holds.
-_KV_GIB = 1
-_LIMITS = {"kv_gib": _KV_GIB, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
+# The same room for KV in all peers: 46,600 tokens of SmolLM2-135M, twice what the workload ever holds.
+_LIMITS = {"kv_gib": 1, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
 
 
 class Precision(Enum):
@@ -47,10 +46,12 @@ class Variant:
 
 
 _ONE_STREAM = ("w1",)
-_PAGEWIRE = {"settings": [f"worker.kv-cache-bytes={_KV_GIB}GiB"]}
 _LLAMACPP = {"kv_tokens": 32768, "slots": 32}
 VARIANTS = (
-    Variant("pagewire", OURS, options=_PAGEWIRE),
+    # As for a user who sets nothing: its room for KV is as large as the checkpoint, 11,600 tokens. More than any
+    # test holds, but for a w4 that comes faster than it is served; what is beyond waits or is preempted. The prefix
+    # cache would fill a larger pool too, with what nobody asks for again.
+    Variant("pagewire", OURS, options={"settings": []}),
     Variant("openvino", "openvino", form="openvino-bf16", options=_LIMITS),
     Variant("vllm", "vllm", form="copy", options=_LIMITS | {"max_model_len": 2048}),
     Variant("llamacpp", "llamacpp", form="gguf-bf16", options=_LLAMACPP),
@@ -60,7 +61,7 @@ VARIANTS = (
         "pagewire-int8",
         OURS,
         Precision.QUANTIZED,
-        options={"settings": [*_PAGEWIRE["settings"], "worker.quantization=int8"]},
+        options={"settings": ["worker.quantization=int8"]},
         tests=_ONE_STREAM,
     ),
     Variant("openvino-int8", "openvino", Precision.QUANTIZED, "openvino-int8", _LIMITS, _ONE_STREAM),
