@@ -38,10 +38,11 @@ from kernels.forms import check_attention, check_dtypes, form
 
 _THREADS = (c_void_p, c_int)
 _SCORES = (c_float, c_int, c_float)
-_PLACES = (*[c_void_p] * 3, c_int64, *[c_void_p] * 3)
+_CACHES = (c_void_p, c_void_p, c_int64)
+_PLACES = (*_CACHES, c_void_p, c_int64, *[c_void_p] * 3)
 _ATTENTION = (c_int, c_int, c_void_p, c_int64, *_PLACES, c_int64, *[c_int] * 6, *_SCORES, *_THREADS)
-_RESHAPE = (c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int] * 5, *_THREADS)
-_ROTATE = (c_int, c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int] * 6, *_THREADS)
+_RESHAPE = (c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, *_CACHES, c_void_p, *[c_int] * 5, *_THREADS)
+_ROTATE = (c_int, c_int, c_void_p, c_int64, c_void_p, c_void_p, *_CACHES, c_void_p, *[c_int] * 6, *_THREADS)
 _NORM = (c_int, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, *_THREADS)
 _SCORES_OF_ROWS = (c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int, *_THREADS)
 _GATE = (c_int, c_void_p, c_void_p, c_int64, c_int64, *_THREADS)
@@ -119,6 +120,7 @@ class CpuKernels:
             q.stride(0),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
+            k_cache.stride(0),
             block_tables.data_ptr(),
             block_tables.shape[1],
             query_starts.data_ptr(),
@@ -162,6 +164,7 @@ class CpuKernels:
             v.stride(0),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
+            k_cache.stride(0),
             slot_mapping.data_ptr(),
             num_tokens,
             num_blocks,
@@ -198,6 +201,7 @@ class CpuKernels:
             sin.data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
+            k_cache.stride(0),
             slot_mapping.data_ptr(),
             num_tokens,
             num_blocks,

@@ -102,6 +102,7 @@ class _Step(ctypes.Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("caches", c_void_p),
+        ("block_stride", c_int64),
         ("slot_mapping", c_void_p),
         ("block_tables", c_void_p),
         ("query_starts", c_void_p),
@@ -201,6 +202,7 @@ class CpuDecoder:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             caches=ctypes.addressof(caches := (c_void_p * len(addresses))(*addresses)),
+            block_stride=k_cache.stride(0),
             slot_mapping=slot_mapping.data_ptr(),
             block_tables=block_tables.data_ptr(),
             query_starts=query_starts.data_ptr(),
@@ -234,9 +236,11 @@ class CpuDecoder:
                 raise ValueError(f"{name} {form(x)} is to be {self._dtype} of {[len(residual), size]}")
         if len(layer_caches) != self._decoder.num_layers:
             raise ValueError(f"{len(layer_caches)} caches, {self._decoder.num_layers} layers")
+        first = layer_caches[0][0]
         for k_cache, v_cache in layer_caches:
             _, _, num_kv_heads = check_caches(k_cache, v_cache, self._shape.head_dim)
-            if num_kv_heads != self._shape.num_kv_heads or k_cache.shape != layer_caches[0][0].shape:
+            same = k_cache.shape == first.shape and k_cache.stride() == first.stride()
+            if num_kv_heads != self._shape.num_kv_heads or not same:
                 raise ValueError(f"k_cache {form(k_cache)} does not fit {self._shape}, or the first layer's")
 
 

@@ -12,13 +12,14 @@ _MOST_BLOCK_SIZE = 1024  # what csrc/tile.hpp has room for
 
 
 def check_caches(k_cache: Tensor, v_cache: Tensor, head_dim: int) -> tuple[int, int, int]:
-    """num_blocks, block_size and num_kv_heads of a layer's caches, which are to be dense and of such heads."""
+    """num_blocks, block_size and num_kv_heads of a layer's caches, whose blocks are to be dense and of such heads."""
     num_blocks, block_size, num_kv_heads, cache_head_dim = k_cache.shape
     if v_cache.shape != k_cache.shape or cache_head_dim != head_dim:
         raise ValueError(f"k_cache {form(k_cache)} and v_cache {form(v_cache)} do not fit heads of {head_dim}")
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or block_size > _MOST_BLOCK_SIZE:
+    dense = (num_kv_heads * head_dim, head_dim, 1)
+    if k_cache.stride() != v_cache.stride() or k_cache.stride()[1:] != dense or block_size > _MOST_BLOCK_SIZE:
         raise ValueError(f"k_cache {form(k_cache)} is strided, or has blocks of more than {_MOST_BLOCK_SIZE} tokens")
-    if k_cache.dtype == torch.bfloat16 and (block_size % 2 or head_dim % 2):
+    if k_cache.dtype == torch.bfloat16 and (block_size % 2 or head_dim % 2 or k_cache.stride(0) % 2):
         raise ValueError(f"blocks of {block_size} tokens with heads of {head_dim} are no pairs of bfloat16")
     return num_blocks, block_size, num_kv_heads
 

@@ -48,7 +48,7 @@ def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, sl
     if not written.all():
         k, v, slot_mapping = k[written], v[written], slot_mapping[written]
     for tokens, cache in ((k, k_cache), (v, v_cache)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, tokens.to(cache.dtype))
+        cache[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = tokens.to(cache.dtype)
 
 
 def normalizers_and_best(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,8 @@ class Case:
         num_blocks = sum(widths) + 3
         pool = torch.randperm(num_blocks, dtype=torch.int32)
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        self.caches = misplaced(shape, cache_dtype), misplaced(shape, cache_dtype)
+        # As in a pool of the worker: between a block and the next one lies what belongs to other layers.
+        self.caches = misplaced((num_blocks, 2, *shape[1:]), cache_dtype).unbind(1)
         self.twin_caches = torch.zeros(shape, dtype=cache_dtype), torch.zeros(shape, dtype=cache_dtype)
         self.tables = torch.zeros(len(rows), max(widths, default=1), dtype=torch.int32)
         taken, slots = 0, []

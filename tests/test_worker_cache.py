@@ -35,13 +35,15 @@ def test_a_large_pool_is_zero_and_costs_nothing_until_it_is_written():
     assert resident_bytes() - before < 64 << 20
 
 
-def test_a_block_that_is_swapped_out_costs_its_own_pages_of_a_large_pool():
+@pytest.mark.parametrize("moves", [[pairs([0, 1500]), NONE], [NONE, pairs([0, 1500])]], ids=["out", "in"])
+def test_a_block_costs_its_own_pages_of_a_large_pool(moves):
     deep = CacheShape(num_layers=30, block_size=16, num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
-    cache = start(2, 3000, deep)
+    cache = start(3000, 3000, deep)
+    cache.layers[0][0][0] = 1
     cache.swap(pairs([0, 0]), NONE)
     before = resident_bytes()
-    cache.swap(pairs([1, 1500]), NONE)
-    assert resident_bytes() - before < 8 << 20  # 368,640 bytes in 60 pieces; huge pages would be 120 MiB
+    cache.swap(*moves)
+    assert resident_bytes() - before < 8 << 20  # 368,640 bytes; in a piece for each layer they would take 120 MiB
 
 
 def test_blocks_go_out_to_the_cpu_pool_and_come_back_to_other_places():

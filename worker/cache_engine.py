@@ -83,10 +83,7 @@ class CacheEngine:
         self._operations = operations
         self._streams = streams or streams_of(device)
         if device.type == "cpu":
-            self._cache = _map(shape, num_blocks, huge_pages=True)
-            # Small pages for what may never be used: a block has a piece in every layer, so the first one that is
-            # swapped out would take two huge pages a layer (120 MB and up to 150 ms for SmolLM2-135M's 30 layers).
-            self._cpu_cache = _map(shape, num_cpu_blocks, huge_pages=False)
+            self._cache, self._cpu_cache = _map(shape, num_blocks), _map(shape, num_cpu_blocks)
         else:
             self._cache = torch.zeros(shape.of_pool(num_blocks), dtype=shape.dtype, device=device)
             self._cpu_cache = torch.zeros(shape.of_pool(num_cpu_blocks), dtype=shape.dtype, pin_memory=True)
@@ -168,11 +165,16 @@ class CacheEngine:
         return min(times_ms) / (2 * len(blocks))  # of the round that nobody else held up
 
 
-def _map(shape: CacheShape, num_blocks: int, *, huge_pages: bool) -> Tensor:
-    """A pool in CPU memory, of zero pages that cost nothing until they are written; torch.zeros writes them all."""
+def _map(shape: CacheShape, num_blocks: int) -> Tensor:
+    """A pool in CPU memory, of zero pages that cost nothing until they are written; torch.zeros writes them all.
+
+    It lies there block by block, each with all its layers: the first block of SmolLM2-135M takes one huge page, and
+    not one for each of K and V in 30 layers (120 MiB, and up to 300 ms), and a block is moved in one piece.
+    """
     if num_blocks == 0:
         return torch.zeros(shape.of_pool(0), dtype=shape.dtype)
     pages = mmap.mmap(-1, num_blocks * shape.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(pages, dtype=shape.dtype).view(shape.of_pool(num_blocks))
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    num_layers, two, _, *of_block = shape.of_pool(num_blocks)
+    return torch.frombuffer(pages, dtype=shape.dtype).view(num_blocks, num_layers, two, *of_block).movedim(0, 2)

@@ -16,6 +16,7 @@ struct CacheWrite {
     int64_t v_stride;
     void* k_cache;
     void* v_cache;
+    int64_t block_stride;  // values between a block of either and the next one
     const int64_t* slot_mapping;
     int64_t num_slots;
     int num_tokens, block_size, num_kv_heads, head_dim;
@@ -42,7 +43,7 @@ ALWAYS_INLINE void place(
     const CacheWrite& a, int64_t slot, int head, int first, int count, const Value* k, const Value* v
 ) {
     const int64_t block = slot / a.block_size, offset = slot % a.block_size;
-    const int64_t start = (block * a.num_kv_heads + head) * a.block_size * a.head_dim;
+    const int64_t start = block * a.block_stride + (int64_t)head * a.block_size * a.head_dim;
     Value* k_units = static_cast<Value*>(a.k_cache) + start + first * a.block_size + offset * kUnit;
     for (int i = 0; i < count; i += kUnit) memcpy(k_units + (int64_t)i * a.block_size, k + i, sizeof(Value[kUnit]));
     Value* v_units = static_cast<Value*>(a.v_cache) + start + (offset / kUnit * a.head_dim + first) * kUnit;

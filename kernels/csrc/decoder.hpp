@@ -46,6 +46,7 @@ struct DecoderStep {
     const void* cos;
     const void* sin;
     void* const* caches;  // K's and V's of each layer in turn
+    int64_t block_stride;  // values between a block of each and the next one
     const int64_t* slot_mapping;
     const int32_t* block_tables;
     const int32_t* query_starts;
@@ -122,9 +123,9 @@ class DecoderPlan {
 
     Attention attend(int layer) const {
         const int64_t stride = (int64_t)(d.num_heads + 2 * d.num_kv_heads) * d.head_dim;
-        return {b.heads, stride, step.caches[2 * layer], step.caches[2 * layer + 1], step.block_tables,
-                step.table_stride, step.query_starts, step.context_lengths, d.dtype, step.cache_dtype, step.num_rows,
-                step.num_blocks, step.block_size, d.num_heads, d.num_kv_heads, d.head_dim, d.scale,
+        return {b.heads, stride, step.caches[2 * layer], step.caches[2 * layer + 1], step.block_stride,
+                step.block_tables, step.table_stride, step.query_starts, step.context_lengths, d.dtype, step.cache_dtype,
+                step.num_rows, step.num_blocks, step.block_size, d.num_heads, d.num_kv_heads, d.head_dim, d.scale,
                 d.layers[layer].window, 0.0f, b.attended};
     }
 
@@ -133,9 +134,9 @@ class DecoderPlan {
         void* k = b.heads + (int64_t)d.num_heads * d.head_dim * size_of(d.dtype);
         void* v = static_cast<char*>(k) + (int64_t)d.num_kv_heads * d.head_dim * size_of(d.dtype);
         return {d.dtype, step.cache_dtype, k, v, stride, stride, step.caches[2 * layer], step.caches[2 * layer + 1],
-                step.slot_mapping, (int64_t)step.num_blocks * step.block_size, step.num_tokens, step.block_size,
-                d.num_kv_heads, d.head_dim, b.heads, stride, d.num_heads + d.num_kv_heads, step.cos, step.sin,
-                d.layers[layer].q_norm, d.layers[layer].k_norm, d.epsilon};
+                step.block_stride, step.slot_mapping, (int64_t)step.num_blocks * step.block_size, step.num_tokens,
+                step.block_size, d.num_kv_heads, d.head_dim, b.heads, stride, d.num_heads + d.num_kv_heads, step.cos,
+                step.sin, d.layers[layer].q_norm, d.layers[layer].k_norm, d.epsilon};
     }
 
   private:

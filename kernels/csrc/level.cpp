@@ -15,40 +15,42 @@
 
 EXPORT(int, paged_attention)(
     Dtype dtype, Dtype cache_dtype, const void* q, int64_t q_stride, const void* k_cache, const void* v_cache,
-    const int32_t* block_tables, int64_t table_stride, const int32_t* query_starts, const int32_t* context_lengths,
-    void* out, int64_t num_tokens, int num_rows, int num_blocks, int block_size, int num_heads, int num_kv_heads,
-    int head_dim, float scale, int window, float softcap, ParallelRegion region, int num_threads
+    int64_t block_stride, const int32_t* block_tables, int64_t table_stride, const int32_t* query_starts,
+    const int32_t* context_lengths, void* out, int64_t num_tokens, int num_rows, int num_blocks, int block_size,
+    int num_heads, int num_kv_heads, int head_dim, float scale, int window, float softcap, ParallelRegion region,
+    int num_threads
 ) {
     return paged_attention(
-        {q, q_stride, k_cache, v_cache, block_tables, table_stride, query_starts, context_lengths, dtype, cache_dtype,
-         num_rows, num_blocks, block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap, out},
+        {q, q_stride, k_cache, v_cache, block_stride, block_tables, table_stride, query_starts, context_lengths, dtype,
+         cache_dtype, num_rows, num_blocks, block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap, out},
         num_tokens, {region, num_threads}
     );
 }
 
 EXPORT(int, reshape_and_cache)(
     Dtype dtype, Dtype cache_dtype, void* k, int64_t k_stride, void* v, int64_t v_stride, void* k_cache, void* v_cache,
-    const int64_t* slot_mapping, int num_tokens, int num_blocks, int block_size, int num_kv_heads, int head_dim,
-    ParallelRegion region, int num_threads
+    int64_t block_stride, const int64_t* slot_mapping, int num_tokens, int num_blocks, int block_size,
+    int num_kv_heads, int head_dim, ParallelRegion region, int num_threads
 ) {
     return write_cache(
-        {dtype, cache_dtype, k, v, k_stride, v_stride, k_cache, v_cache, slot_mapping, (int64_t)num_blocks * block_size,
-         num_tokens, block_size, num_kv_heads, head_dim, nullptr, 0, 0, nullptr, nullptr, nullptr, nullptr, 0.0f},
+        {dtype, cache_dtype, k, v, k_stride, v_stride, k_cache, v_cache, block_stride, slot_mapping,
+         (int64_t)num_blocks * block_size, num_tokens, block_size, num_kv_heads, head_dim, nullptr, 0, 0, nullptr,
+         nullptr, nullptr, nullptr, 0.0f},
         {region, num_threads}
     );
 }
 
 EXPORT(int, rotate_and_cache)(
     Dtype dtype, Dtype cache_dtype, void* heads, int64_t stride, const void* cos, const void* sin, void* k_cache,
-    void* v_cache, const int64_t* slot_mapping, int num_tokens, int num_blocks, int block_size, int num_heads,
-    int num_kv_heads, int head_dim, ParallelRegion region, int num_threads
+    void* v_cache, int64_t block_stride, const int64_t* slot_mapping, int num_tokens, int num_blocks, int block_size,
+    int num_heads, int num_kv_heads, int head_dim, ParallelRegion region, int num_threads
 ) {
     void* k = static_cast<char*>(heads) + (int64_t)num_heads * head_dim * size_of(dtype);
     void* v = static_cast<char*>(k) + (int64_t)num_kv_heads * head_dim * size_of(dtype);
     return write_cache(
-        {dtype, cache_dtype, k, v, stride, stride, k_cache, v_cache, slot_mapping, (int64_t)num_blocks * block_size,
-         num_tokens, block_size, num_kv_heads, head_dim, heads, stride, num_heads + num_kv_heads, cos, sin,
-         nullptr, nullptr, 0.0f},
+        {dtype, cache_dtype, k, v, stride, stride, k_cache, v_cache, block_stride, slot_mapping,
+         (int64_t)num_blocks * block_size, num_tokens, block_size, num_kv_heads, head_dim, heads, stride,
+         num_heads + num_kv_heads, cos, sin, nullptr, nullptr, 0.0f},
         {region, num_threads}
     );
 }

@@ -21,6 +21,7 @@ struct Attention {
     int64_t q_stride;  // values between a token's queries and the next one's
     const void* k_cache;
     const void* v_cache;
+    int64_t block_stride;  // values between a block of either and the next one
     const int32_t* block_tables;
     int64_t table_stride;
     const int32_t* query_starts;
@@ -155,11 +156,12 @@ struct Scratch {
     const Unit* following[kAhead];
 };
 
-// The blocks of one head of a cache: [num_blocks][num_kv_heads][units of the block].
+// A block of one head of a cache; each block is [num_kv_heads][units].
 template <class Product>
 ALWAYS_INLINE const typename Product::Unit* block_units(const Attention& a, const void* cache, int32_t block, int head) {
     const int64_t units = (int64_t)a.block_size * a.head_dim / Product::kPerUnit;
-    return static_cast<const typename Product::Unit*>(cache) + ((int64_t)block * a.num_kv_heads + head) * units;
+    const int64_t stride = a.block_stride / Product::kPerUnit;
+    return static_cast<const typename Product::Unit*>(cache) + block * stride + head * units;
 }
 
 // The K blocks that an item's split begins with; gives how many.
