@@ -12,18 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, NoReturn, Self
 
-# gRPC's event engine wakes one thread more for each message than the pollers before it: a message and its answer take
-# 165 us with it and 80 without, between two processes, and a token costs each of ours a quarter more CPU time. This is
-# read once, when grpc is imported; a release without those pollers says so on standard error and goes on.
-os.environ.setdefault(
-    "GRPC_EXPERIMENTS",
-    "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints,-event_engine_callback_cq",
-)
-
 import uvloop
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
+from protos import pollers as pollers  # what follows imports grpc
 from protos.errors import CannotListen
 
 _SERVICES = ("ROUTER", "SCHEDULER", "WORKER")

@@ -61,9 +61,9 @@ def dial(address: str) -> grpc.aio.Channel:
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
         ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
-        # A restarted peer is back within a second; the default waits up to two minutes before it looks again.
+        # A peer that starts is there within seconds; the default waits up to two minutes before it looks again.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 250),
         # One channel, one connection: channels to one address would otherwise share their transport and its failure.
         ("grpc.use_local_subchannel_pool", 1),
         # A proxy named in the environment is for the outside world.

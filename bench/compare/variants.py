@@ -12,6 +12,7 @@ from bench.compare.engine import Command
 from bench.compare.install import Peers
 from bench.compare.workload import NAMES
 from pagewire.processes import environment, module_command
+from protos import pollers
 
 OURS = "pagewire"
 _DRIVERS = Path(__file__).parent / "drivers"
@@ -96,7 +97,8 @@ def prepare(variant: Variant, model: Path, peers: Peers, logs: Path) -> Command:
     program = str(_DRIVERS / f"drive_{variant.peer}.py")
     if variant.peer == OURS:
         options["log"] = str(logs / f"{variant.name}-cluster.log")
-        python, variables = module_command(OURS)[0], environment()
+        # Its client waits as our processes do.
+        python, variables = module_command(OURS)[0], environment() | {"GRPC_EXPERIMENTS": pollers.EXPERIMENTS}
     else:
         python = str(peers.python(variant.peer))
         # What our own environment adds to the path is not for theirs; a hub is not asked for what is here.
