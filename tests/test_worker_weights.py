@@ -39,7 +39,10 @@ def change_weights(directory, change):
 
 
 def weights_of(directory, dtype="float32"):
-    model = tiny_runner(directory, dtype=dtype)._model
+    """Before they are packed, after which the plain ones are let go."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "pack", lambda model: None)
+        model = tiny_runner(directory, dtype=dtype)._model
     return model.checkpoint_tensors(), model
 
 
@@ -60,8 +63,7 @@ def test_shards_are_read_through_their_index(tmp_path):
     assert all(torch.equal(sharded[name], single[name]) for name in single)
 
 
-def test_weights_are_converted_to_the_wanted_dtype_on_the_way(directory, monkeypatch):
-    monkeypatch.setattr(LlamaForCausalLM, "pack", lambda model: None)
+def test_weights_are_converted_to_the_wanted_dtype_on_the_way(directory):
     ours, _ = weights_of(directory, "float16")
     theirs = load_file(directory / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
