@@ -1,5 +1,7 @@
 """The pools of blocks, and moving them."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,22 @@ def test_a_block_costs_its_own_pages_of_a_large_pool(moves):
     before = resident_bytes()
     cache.swap(*moves)
     assert resident_bytes() - before < 8 << 20  # 368,640 bytes; in a piece for each layer they would take 120 MiB
+
+
+def kernel_version():
+    return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+
+
+@pytest.mark.skipif(not hasattr(os, "uname") or kernel_version() < (5, 14), reason="no madvise that populates")
+def test_a_pool_that_is_populated_has_its_memory_and_keeps_what_stood_in_it():
+    deep = CacheShape(num_layers=30, block_size=16, num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
+    cache = start(200, 0, deep)
+    cache.layers[7][1][3] = 1
+    before = resident_bytes()
+    cache.populate()
+    assert resident_bytes() - before > 200 * deep.block_bytes - (8 << 20)
+    assert (cache.layers[7][1][3] == 1).all()
+    assert not cache.layers[7][1][4].any()
 
 
 def test_blocks_go_out_to_the_cpu_pool_and_come_back_to_other_places():

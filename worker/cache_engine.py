@@ -4,6 +4,7 @@ It knows nothing of who owns a block: the scheduler allocates, and this module d
 is `worker.cache_size`'s affair.
 """
 
+import ctypes
 import mmap
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ Pairs = npt.NDArray[np.integer]
 _MEASURED_BLOCKS = 64
 _MEASURED_BYTES = 4 << 20
 _MEASURED_ROUNDS = 5
+
+# Of madvise(2), since Linux 5.14: pages are found as if they were written, and keep what stands in them.
+_MADV_POPULATE_WRITE = 23
+_POPULATED_BYTES = 2 << 20  # at once: others that need pages of the pool wait that long
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,11 @@ class CacheEngine:
         # Blocks of the device that a swap reads or writes which the steps have not waited for, and the last such swap.
         self._in_motion = np.zeros(num_blocks, dtype=bool)
         self._last_swap: Swap | None = None
+
+    def populate(self) -> None:
+        """See the function of this name; for the pool on a CPU, from any thread, beside the steps."""
+        if self._device.type == "cpu":
+            populate(self._cache)
 
     def swap(self, blocks_out: Pairs, blocks_in: Pairs) -> Swap | None:
         """Moves blocks to the CPU pool and then others back, beside the steps, behind all that were given before.
@@ -163,6 +173,23 @@ class CacheEngine:
         self.clear(on_device)
         self._cpu_cache.index_fill_(2, on_cpu, 0)
         return min(times_ms) / (2 * len(blocks))  # of the round that nobody else held up
+
+
+def populate(pool: Tensor) -> None:
+    """Lets the system find memory for a pool in CPU memory before its blocks are written, where it can.
+
+    Who writes to a huge page first waits milliseconds until the system has one and has cleared it, and a prompt writes
+    to dozens. What stands in the pool stays, so it may be in use meanwhile; takes a second for some hundreds of MiB.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is None or pool.numel() == 0:
+        return
+    storage = pool.untyped_storage()
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    for address in range(start - start % _POPULATED_BYTES, end, _POPULATED_BYTES):
+        first, last = max(address, start), min(address + _POPULATED_BYTES, end)
+        if madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_POPULATE_WRITE) != 0:
+            return
 
 
 def _map(shape: CacheShape, num_blocks: int) -> Tensor:

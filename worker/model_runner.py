@@ -85,6 +85,10 @@ class ModelRunner:
             device=self.device,
         )
 
+    def populate_cache(self) -> None:
+        """Takes the cache's memory before it is needed; from any thread, beside the steps."""
+        self._cache.populate()
+
     def is_usable(self) -> bool:
         """Whether the device does what it is given; a GPU that has faulted does not, as long as this process lives."""
         try:

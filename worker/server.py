@@ -73,7 +73,10 @@ class WorkerService(WorkerServiceServicer):
 
     async def load(self, load: Callable[[], LoadedWorker]) -> None:
         """Runs `load` on the thread of the steps, whose OpenMP team is then the one that they will use."""
-        self._loaded = await asyncio.get_running_loop().run_in_executor(self._steps, load)
+        loop = asyncio.get_running_loop()
+        self._loaded = await loop.run_in_executor(self._steps, load)
+        # Beside the first steps, if there are any so soon.
+        self._results.submit(self._loaded.runner.populate_cache)
 
     async def GetInfo(self, request: GetInfoRequest, context: grpc.aio.ServicerContext) -> GetInfoResponse:
         """What was loaded, under this life's epoch."""
