@@ -33,7 +33,7 @@ from kernels.cpu_forms import (
     misfit_row,
     misfit_slot,
 )
-from kernels.cpu_linear import CpuLinear, packed_as_int8, packed_plainly
+from kernels.cpu_linear import CpuLinear, Panels, coded, packed_as_int8, packed_plainly
 from kernels.forms import check_attention, check_dtypes, form
 
 _THREADS = (c_void_p, c_int)
@@ -46,6 +46,9 @@ _ROTATE = (c_int, c_int, c_void_p, c_int64, c_void_p, c_void_p, *_CACHES, c_void
 _NORM = (c_int, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, *_THREADS)
 _SCORES_OF_ROWS = (c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int, *_THREADS)
 _GATE = (c_int, c_void_p, c_void_p, c_int64, c_int64, *_THREADS)
+
+# Where the time to decode a weight hides behind that of reading it.
+_CODING_LEVELS = ("avx512_bf16", "amx_bf16", "amx_model")
 
 
 class KernelsUnavailable(Exception):
@@ -88,6 +91,7 @@ class CpuKernels:
         self._silu_and_mul = function("silu_and_mul", _GATE, None)
         self._normalizers_and_best = function("normalizers_and_best", _SCORES_OF_ROWS, None)
         self._linear = function("linear", cpu_linear.ARGUMENTS, c_int)
+        self._encode = function("encode", cpu_linear.ENCODE, c_int64)
         self._decode = function("decode", cpu_decoder.ARGUMENTS, c_int)
 
     def paged_attention(
@@ -270,8 +274,12 @@ class CpuKernels:
 
     def linear(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> CpuLinear:
         """See `reference.linear`."""
-        unit = unit_of(weight.dtype)
-        return self._pack(weight, bias, packed_plainly(weight, unit, gated=gated), widened=widened, gated=gated)
+        panels = None
+        if weight.dtype == torch.bfloat16 and self.level in _CODING_LEVELS:
+            panels = coded(self._encode_weight, weight, gated=gated)
+        if panels is None:
+            panels = packed_plainly(weight, unit_of(weight.dtype), gated=gated)
+        return self._pack(weight, bias, panels, widened=widened, gated=gated)
 
     def int8_linear(
         self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
@@ -280,12 +288,15 @@ class CpuKernels:
         return self._pack(weight, bias, packed_as_int8(weight, gated=gated), widened=widened, gated=gated)
 
     def _pack(
-        self, weight: Tensor, bias: Tensor | None, panels: tuple[Tensor, Tensor | None], *, widened: bool, gated: bool
+        self, weight: Tensor, bias: Tensor | None, panels: Panels, *, widened: bool, gated: bool
     ) -> CpuLinear:
         run = partial(self._linear, DTYPES[weight.dtype])
         return CpuLinear(
-            run, weight, bias, *panels, widened=widened, gated=gated, threads=(self._region, self._num_threads)
+            run, weight, bias, panels, widened=widened, gated=gated, threads=(self._region, self._num_threads)
         )
+
+    def _encode_weight(self, *arguments: int) -> int:
+        return self._encode(*arguments, self._region, self._num_threads)
 
     def decoder(self, shape: DecoderShape, layers: Sequence[DecoderLayer], norm: Tensor) -> CpuDecoder | None:
         """The layers of a decoder like Llama's as one; None where they are not all made of `CpuLinear`."""

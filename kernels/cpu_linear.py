@@ -1,12 +1,13 @@
 """Linear layers in C++: weights packed once, in the layout that `csrc/linear.hpp` reads, and their products.
 
 A weight stands in panels of 32 outputs: [panel, inputs / unit, 32] units of 2 bfloat16, or of 1 value of another dtype;
-as int8 [panel, inputs, 32]. The last panel is filled up with zeros. Where the layer is gated, a panel is 16 gates and
-the 16 values that they are for.
+as int8 [panel, inputs, 32]; coded, if it is bfloat16 and few values are exceptions, as `csrc/coded.hpp` says. The last
+panel is filled up with zeros. Where the layer is gated, a panel is 16 gates and the 16 values that they are for.
 """
 
 from collections.abc import Callable
 from ctypes import Structure, c_int, c_int64, c_void_p
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,12 @@ from kernels.forms import form
 from kernels.reference import quantized
 
 _PANEL = 32
-ARGUMENTS = (c_int, c_void_p, c_int64, *[c_void_p] * 4, *[c_int] * 5, c_void_p, c_int)
+# Bytes of what csrc/coded.hpp calls CodedPanel and CodedUnit.
+_CODED_HEAD, _CODED_UNIT = 32, 96
+# An exception takes 8 bytes, and some nanoseconds: with one for fewer values than these, coding would not pay.
+_FEWEST_PER_EXCEPTION = 256
+ARGUMENTS = (c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int] * 5, c_void_p, c_int)
+ENCODE = (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_int)
 
 
 class Weights(Structure):
@@ -24,10 +30,25 @@ class Weights(Structure):
     _fields_ = [
         ("panels", c_void_p),
         ("scales", c_void_p),
+        ("exceptions", c_void_p),
         ("bias", c_void_p),
         ("num_outputs", c_int),
         ("num_inputs", c_int),
     ]
+
+
+class Panels(NamedTuple):
+    """A packed weight.
+
+    Attributes:
+        values: the panels.
+        scales: of each output, where they are int8.
+        exceptions: where they are coded.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+    exceptions: Tensor | None = None
 
 
 class CpuLinear:
@@ -38,7 +59,6 @@ class CpuLinear:
         weight: [num_outputs, num_inputs], as it was.
         bias: [num_outputs], or None.
         panels: the weight as it was packed.
-        scales: of each output, where the panels are int8.
         widened: see `reference.linear`.
         gated: see there.
         threads: what the library's functions end with.
@@ -47,6 +67,7 @@ class CpuLinear:
         shape: of the weight.
         dtype: of x, of the bias, and of the weight as it was.
         is_gated: see `gated`.
+        is_coded: whether the weight is (csrc/coded.hpp).
     """
 
     def __init__(
@@ -54,23 +75,22 @@ class CpuLinear:
         run: Callable[..., int],
         weight: Tensor,
         bias: Tensor | None,
-        panels: Tensor,
-        scales: Tensor | None,
+        panels: Panels,
         *,
         widened: bool,
         gated: bool,
         threads: tuple[int | None, int],
     ) -> None:
         num_outputs, num_inputs = self.shape = weight.shape
-        self.dtype, self.is_gated = weight.dtype, gated
+        self.dtype, self.is_gated, self.is_coded = weight.dtype, gated, panels.exceptions is not None
         if bias is not None and (bias.shape != (num_outputs,) or bias.dtype != weight.dtype):
             raise ValueError(f"bias {form(bias)} does not fit weight {form(weight)}")
         self._run = run
         self._bias = None if bias is None else _interleaved(bias) if gated else bias.contiguous()
-        self._panels, self._scales = panels, scales
+        self._panels = panels
         self._out_size = num_outputs // 2 if gated else num_outputs
         self._out_dtype = torch.float32 if widened else weight.dtype
-        self._addresses = tuple(None if each is None else each.data_ptr() for each in (panels, scales, self._bias))
+        self._addresses = tuple(None if each is None else each.data_ptr() for each in (*panels, self._bias))
         self._tail = (num_outputs, num_inputs, int(gated), int(widened), *threads)
 
     @property
@@ -94,21 +114,42 @@ def takes(weight: Tensor, *, gated: bool) -> bool:
     return weight.device.type == "cpu" and weight.shape[1] % 2 == 0 and not (gated and len(weight) % _PANEL)
 
 
-def packed_plainly(weight: Tensor, unit: int, *, gated: bool) -> tuple[Tensor, None]:
-    """The panels of a weight that can be packed; no scales."""
+def packed_plainly(weight: Tensor, unit: int, *, gated: bool) -> Panels:
+    """A weight that can be packed."""
     _check(weight, gated=gated)
     if gated:
         weight = _interleaved(weight)
-    return _panels(weight.contiguous().view(torch.int32 if unit == 2 else weight.dtype)), None
+    return Panels(_panels(weight.contiguous().view(torch.int32 if unit == 2 else weight.dtype)))
 
 
-def packed_as_int8(weight: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:
-    """The panels of a weight that can be packed, and the factor of each output."""
+def packed_as_int8(weight: Tensor, *, gated: bool) -> Panels:
+    """A weight that can be packed, quantized."""
     _check(weight, gated=gated)
     integers, scales = quantized(weight)
     if gated:
         integers, scales = _interleaved(integers), _interleaved(scales)
-    return _panels(integers), scales
+    return Panels(_panels(integers), scales=scales)
+
+
+def coded(encode: Callable[..., int], weight: Tensor, *, gated: bool) -> Panels | None:
+    """A weight of bfloat16 that can be packed; None where too many of its values would be exceptions.
+
+    Args:
+        encode: the library's function, with its threads.
+        weight: [num_outputs, num_inputs].
+        gated: see `reference.linear`.
+    """
+    _check(weight, gated=gated)
+    weight = (_interleaved(weight) if gated else weight).contiguous()
+    num_outputs, num_inputs = weight.shape
+    num_panels = -(-num_outputs // _PANEL)
+    values = torch.empty(num_panels, _CODED_HEAD + num_inputs // 2 * _CODED_UNIT, dtype=torch.uint8)
+    exceptions = torch.empty(num_panels + weight.numel() // _FEWEST_PER_EXCEPTION, dtype=torch.int64)
+    addresses = (weight.data_ptr(), values.data_ptr(), exceptions.data_ptr())
+    num_exceptions = encode(*addresses, len(exceptions), num_outputs, num_inputs)
+    if num_exceptions > len(exceptions):
+        return None
+    return Panels(values, exceptions=exceptions[:num_exceptions].clone())
 
 
 def _check(weight: Tensor, *, gated: bool) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 torch = pytest.importorskip("torch")
-from kernels import build, choice  # noqa: E402
+from kernels import build, choice, cpu  # noqa: E402
 from kernels.cpu import CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
 from kernels.cpu_linear import CpuLinear  # noqa: E402
 from kernels.reference import PlainLinear, int8_linear, linear, quantized  # noqa: E402
@@ -95,6 +95,52 @@ def test_an_int8_product_in_cpp_is_the_twins_and_the_same_bits_in_any_batch(leve
     together = layer(x)
     torch.testing.assert_close(together, twin(x), rtol=1e-5, atol=2e-5 * num_inputs**0.5)
     assert torch.cat([layer(x[:1]), layer(x[1:12]), layer(x[12:])]).equal(together)
+
+
+def coded_and_plain(monkeypatch, level, weight, *, gated=False):
+    layers = []
+    for coding_levels in ([level], []):
+        monkeypatch.setattr(cpu, "_CODING_LEVELS", coding_levels)
+        layers.append(CpuKernels(level).linear(weight, None, gated=gated))
+    return layers
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("outputs_and_inputs", [(1, 2), (33, 70), (96, 576), (64, 1536)])
+def test_a_coded_weight_gives_the_bits_of_the_plain_one(monkeypatch, level, outputs_and_inputs):
+    num_outputs, num_inputs = outputs_and_inputs
+    weight = random(num_outputs, num_inputs, dtype=torch.bfloat16)
+    coded, plain = coded_and_plain(monkeypatch, level, weight)
+    assert coded.is_coded
+    assert not plain.is_coded
+    for num_rows in (1, 5, 12, 13, 31, 70):
+        x = random(num_rows, num_inputs, dtype=torch.bfloat16, seed=2)
+        assert coded(x).equal(plain(x))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_coded_weight_may_be_gated_and_hold_anything(monkeypatch, level):
+    weight = random(64, 128, dtype=torch.bfloat16)
+    rare = torch.tensor([0.0, -0.0, 1e-30, -3e38, 1e-40, torch.inf, 7e10, -torch.inf], dtype=torch.bfloat16)
+    # Two in one unit, the first and the last places of a panel, and one output that is nothing else.
+    for place, value in zip([0, 1, 127, 31 * 128, 31 * 128 + 127, 32 * 128, 40 * 128 + 64, 63 * 128], rare, strict=True):
+        weight.view(-1)[place] = value
+    weight[50] = 0
+    for gated in (False, True):
+        coded, plain = coded_and_plain(monkeypatch, level, weight, gated=gated)
+        assert coded.is_coded
+        for num_rows in (1, 13, 60):
+            x = random(num_rows, 128, dtype=torch.bfloat16, seed=2)
+            torch.testing.assert_close(coded(x), plain(x), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(not LEVELS, reason="the C++ kernels were not built")
+def test_a_weight_of_too_many_kinds_stays_plain(monkeypatch):
+    bits = torch.randint(-(1 << 15), 1 << 15, (64, 64), generator=torch.Generator().manual_seed(0))
+    coded, plain = coded_and_plain(monkeypatch, LEVELS[0], bits.to(torch.int16).view(torch.bfloat16))
+    assert not coded.is_coded
+    x = random(3, 64, dtype=torch.bfloat16)
+    torch.testing.assert_close(coded(x), plain(x), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_quantized_weight_is_off_by_half_a_step_at_most_and_zero_stays_zero():

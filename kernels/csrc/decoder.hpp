@@ -18,6 +18,7 @@ namespace {
 struct Weights {
     const void* panels;
     const float* scales;
+    const Exception* exceptions;
     const void* bias;
     int num_outputs, num_inputs;
 };
@@ -145,14 +146,17 @@ class DecoderPlan {
     }
 
     LinearJob multiply(const Weights& weights, const void* x, void* out, const Weights* following) const {
-        Linear a = {d.dtype, x, weights.num_inputs, weights.panels, weights.scales, weights.bias, out,
-                    weights.num_outputs, step.num_tokens, weights.num_outputs, weights.num_inputs, false, false,
-                    nullptr, 0};
+        Linear a = product(weights, x, out);
         if (following != nullptr) {
             a.following = static_cast<const char*>(following->panels);
-            a.following_bytes = (int64_t)following->num_inputs * kPanel * (following->scales ? 1 : size_of(d.dtype));
+            a.following_bytes = product(*following, nullptr, nullptr).panel_bytes();
         }
         return {a, num_threads, {0, a.num_panels()}, false};
+    }
+
+    Linear product(const Weights& weights, const void* x, void* out) const {
+        return {d.dtype, x, weights.num_inputs, weights.panels, weights.scales, weights.exceptions, weights.bias, out,
+                weights.num_outputs, step.num_tokens, weights.num_outputs, weights.num_inputs, false, false, nullptr, 0};
     }
 
     const Decoder& d;

@@ -69,15 +69,23 @@ EXPORT(void, silu_and_mul)(
 }
 
 EXPORT(int, linear)(
-    Dtype dtype, const void* x, int64_t x_stride, const void* weight, const float* scales, const void* bias, void* out,
-    int num_rows, int num_outputs, int num_inputs, int gated, int widened, ParallelRegion region, int num_threads
+    Dtype dtype, const void* x, int64_t x_stride, const void* weight, const float* scales,
+    const Exception* exceptions, const void* bias, void* out, int num_rows, int num_outputs, int num_inputs, int gated,
+    int widened, ParallelRegion region, int num_threads
 ) {
     const int64_t out_stride = gated ? num_outputs / 2 : num_outputs;
     return linear(
-        {dtype, x, x_stride, weight, scales, bias, out, out_stride, num_rows, num_outputs, num_inputs, gated != 0,
-         widened != 0, nullptr, 0},
+        {dtype, x, x_stride, weight, scales, exceptions, bias, out, out_stride, num_rows, num_outputs, num_inputs,
+         gated != 0, widened != 0, nullptr, 0},
         {region, num_threads}
     );
+}
+
+EXPORT(int64_t, encode)(
+    const uint16_t* weight, char* panels, Exception* exceptions, int64_t capacity, int num_outputs, int num_inputs,
+    ParallelRegion region, int num_threads
+) {
+    return encode({weight, num_outputs, num_inputs, panels, exceptions, capacity, 0}, {region, num_threads});
 }
 
 EXPORT(void, normalizers_and_best)(

@@ -8,12 +8,14 @@
 //
 // Of a quantized weight each value is an int8, [inputs][32] in each panel, and each output has a scale. An int8 is a
 // number of every other kind too: the sum runs over the integers themselves, and is multiplied by the scale once.
+// A weight of bfloat16 may be coded (coded.hpp): its panels are shorter, and its values the same.
 //
 // An output is one sum, made in one order: neither the batch nor the threads nor the tile changes a bit of it.
 #pragma once
 
 #include <stdlib.h>
 
+#include "coded.hpp"
 #include "product.hpp"
 #include "threads.hpp"
 #if defined(TILES)
@@ -22,7 +24,6 @@
 
 namespace {
 
-constexpr int kPanel = 32;  // outputs
 #if defined(__AVX512F__)
 constexpr int kVectorRows = 12;  // with two vectors of outputs each: what the registers hold
 #else
@@ -33,8 +34,9 @@ struct Linear {
     Dtype dtype;          // of x, of the bias, of the weight unless it is int8, and of out unless it is widened
     const void* x;        // [num_rows][num_inputs], rows x_stride values apart
     int64_t x_stride;
-    const void* weight;   // [panels][units][32] units, or [panels][num_inputs][32] int8
+    const void* weight;   // [panels][units][32] units, [panels][num_inputs][32] int8, or coded panels
     const float* scales;  // of each output, where the weight is int8; else null
+    const Exception* exceptions;  // where the weight is coded; else null
     const void* bias;     // of each output, or null
     void* out;            // [num_rows][num_outputs], or half as many where gated; rows out_stride values apart
     int64_t out_stride;
@@ -47,7 +49,10 @@ struct Linear {
     int64_t following_bytes;  // of each
 
     int num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
-    int64_t panel_bytes() const { return (int64_t)num_inputs * kPanel * (scales != nullptr ? 1 : size_of(dtype)); }
+    int64_t panel_bytes() const {
+        if (exceptions != nullptr) return CodedPanel::bytes(num_inputs);
+        return (int64_t)num_inputs * kPanel * (scales != nullptr ? 1 : size_of(dtype));
+    }
 };
 
 struct LinearJob {
@@ -57,25 +62,42 @@ struct LinearJob {
     bool out_of_memory;
 };
 
-// A panel as a tile takes it in.
+// A panel as a tile takes it in: of a unit, two vectors of outputs.
 template <class Product>
 struct Plain {
     const typename Product::Unit* units;
 
-    ALWAYS_INLINE typename Product::Loaded load(int unit, int column) const {
-        return Product::load(units + (int64_t)unit * kPanel + column);
+    ALWAYS_INLINE void load(int unit, int column, typename Product::Loaded (&loaded)[2]) const {
+        const typename Product::Unit* from = units + (int64_t)unit * kPanel + column;
+        loaded[0] = Product::load(from), loaded[1] = Product::load(from + kWidth);
     }
 };
 
-template <class Product>
+// The same, of units that are made on the way.
+template <class Product, class Source>
+struct Decoded {
+    Source source;
+
+    ALWAYS_INLINE void load(int unit, int column, typename Product::Loaded (&loaded)[2]) {
+        Words words[2];
+        source.decode(unit, column, words);
+        for (int i = 0; i < 2; ++i)
+            loaded[i] = Product::load(reinterpret_cast<const typename Product::Unit*>(&words[i]));
+    }
+};
+
+// Integers as units of `kPerUnit` values.
+template <int kPerUnit>
 struct Quantized {
     const int8_t* values;
 
-    ALWAYS_INLINE Words load(int unit, int column) const {
-        const int8_t* from = values + (int64_t)unit * Product::kPerUnit * kPanel + column;
-        if constexpr (Product::kPerUnit == 1) return (Words)widen_bytes(from);
-        // Integers as float32 have lower halves of zero, and what is left of them is bfloat16.
-        return (Words)widen_bytes(from) >> 16 | (Words)widen_bytes(from + kPanel);
+    ALWAYS_INLINE void decode(int unit, int column, Words (&words)[2]) const {
+        for (int i = 0; i < 2; ++i) {
+            const int8_t* from = values + (int64_t)unit * kPerUnit * kPanel + column + i * kWidth;
+            words[i] = (Words)widen_bytes(from);
+            // Integers as float32 have lower halves of zero, and what is left of them is bfloat16.
+            if constexpr (kPerUnit == 2) words[i] = words[i] >> 16 | (Words)widen_bytes(from + kPanel);
+        }
     }
 };
 
@@ -92,9 +114,8 @@ ALWAYS_INLINE void multiply_tile(
 ) {
     Floats sums[kRows][2] = {};
     for (int unit = 0; unit < num_units; ++unit) {
-        const typename Product::Loaded weights[2] = {
-            (typename Product::Loaded)panel.load(unit, column), (typename Product::Loaded)panel.load(unit, column + kWidth)
-        };
+        typename Product::Loaded weights[2];
+        panel.load(unit, column, weights);
         for (int byte = 0; byte < ahead.bytes; byte += 64) __builtin_prefetch(ahead.at + byte, 0, 2);
         ahead.at += ahead.bytes;
 #pragma GCC unroll 12
@@ -116,7 +137,7 @@ template <class InProduct>
 struct VectorPanels {
     using Product = InProduct;
     static constexpr int kRows = kVectorRows;
-    static constexpr bool kTakesIntegers = true;  // as `Quantized` widens them
+    static constexpr bool kDecodes = true;
 
     template <class Panel>
     void multiply(
@@ -160,7 +181,7 @@ struct TilePanels {
         static ALWAYS_INLINE Loaded load(const Unit* from) { return load_words(from); }
     };
     static constexpr int kRows = 32;
-    static constexpr bool kTakesIntegers = false;
+    static constexpr bool kDecodes = false;
 
     static bool fits(int num_inputs) { return num_inputs % 32 == 0; }
 
@@ -261,14 +282,16 @@ ALWAYS_INLINE void run_panel(
     }
 }
 
-template <class Panels, class Element, bool kQuantized>
+enum class Form { kPlain, kInt8, kCoded };
+
+template <class Panels, class Element, Form kForm>
 void run_panels(void* data) {
     using Product = typename Panels::Product;
     LinearJob& job = *static_cast<LinearJob*>(data);
     const Linear& a = job.a;
     const int num_units = a.num_inputs / Product::kPerUnit;
     const int64_t panel_bytes = a.panel_bytes();
-    // Rows, and a panel of integers that are widened.
+    // Rows, and a panel that is decoded.
     using Value = typename Product::Left::Value;
     const size_t row_bytes = (sizeof(Value) * Panels::kRows * a.num_inputs + 63) / 64 * 64;
     char* memory = static_cast<char*>(aligned_alloc(64, row_bytes + sizeof(uint32_t) * num_units * kPanel));
@@ -277,7 +300,7 @@ void run_panels(void* data) {
         return;
     }
     Value* rows = reinterpret_cast<Value*>(memory);
-    uint32_t* widened = reinterpret_cast<uint32_t*>(memory + row_bytes);
+    uint32_t* decoded = reinterpret_cast<uint32_t*>(memory + row_bytes);
 
     Panels panels;
     const char* weight = static_cast<const char*>(a.weight);
@@ -289,22 +312,27 @@ void run_panels(void* data) {
         const auto run = [&](auto panel) __attribute__((always_inline)) {
             run_panel<Panels, Element>(a, panels, number, panel, next, next_bytes, rows);
         };
-        if constexpr (!kQuantized) {
+        // For many rows a panel is decoded once for all of them.
+        const auto decode_and_run = [&](auto source) __attribute__((always_inline)) {
+            if constexpr (Panels::kDecodes)
+                if (a.num_rows <= (kForm == Form::kCoded ? 4 : 1) * Panels::kRows) return run(Decoded<Product, decltype(source)>{source});
+            for (int column = 0; column < kPanel; column += 2 * kWidth) {
+                auto from_first = source;
+                for (int unit = 0; unit < num_units; ++unit) {
+                    Words words[2];
+                    from_first.decode(unit, column, words);
+                    memcpy(decoded + (int64_t)unit * kPanel + column, words, sizeof words);
+                }
+            }
+            run(Plain<Product>{decoded});
+        };
+        if constexpr (kForm == Form::kPlain) {
             run(Plain<Product>{reinterpret_cast<const typename Product::Unit*>(at)});
+        } else if constexpr (kForm == Form::kInt8) {
+            decode_and_run(Quantized<Product::kPerUnit>{reinterpret_cast<const int8_t*>(at)});
         } else {
-            const Quantized<Product> panel = {reinterpret_cast<const int8_t*>(at)};
-            if constexpr (Panels::kTakesIntegers)
-                if (a.num_rows <= Panels::kRows) {
-                    run(panel);
-                    continue;
-                }
-            // Many rows: the integers are widened once for all of them.
-            for (int unit = 0; unit < num_units; ++unit)
-                for (int column = 0; column < kPanel; column += kWidth) {
-                    const Words words = panel.load(unit, column);
-                    memcpy(widened + (int64_t)unit * kPanel + column, &words, sizeof words);
-                }
-            run(Plain<Product>{widened});
+            const CodedPanel* panel = reinterpret_cast<const CodedPanel*>(at);
+            decode_and_run(Coded{panel, a.exceptions + panel->first_exception});
         }
     }
     panels.end();
@@ -312,25 +340,27 @@ void run_panels(void* data) {
 }
 
 template <class Panels, class Element>
-Work linear_work_by(bool quantized) {
-    if (!quantized) return run_panels<Panels, Element, false>;
-    if constexpr (Panels::Product::Left::kDtype == Element::kDtype)
-        return run_panels<Panels, Element, true>;
+Work linear_work_by(const Linear& a) {
+    using Product = typename Panels::Product;
+    if constexpr (Product::kPerUnit == 2)
+        if (a.exceptions != nullptr) return run_panels<Panels, Element, Form::kCoded>;
+    if (a.scales == nullptr) return run_panels<Panels, Element, Form::kPlain>;
+    if constexpr (Product::Left::kDtype == Element::kDtype)
+        return run_panels<Panels, Element, Form::kInt8>;
     else
-        return run_panels<VectorPanels<InFloat32<Float32>>, Element, true>;
+        return run_panels<VectorPanels<InFloat32<Float32>>, Element, Form::kInt8>;
 }
 
 Work linear_work(const Linear& a) {
-    const bool quantized = a.scales != nullptr;
-    if (a.dtype == kFloat32) return linear_work_by<VectorPanels<InFloat32<Float32>>, Float32>(quantized);
-    if (a.dtype == kFloat16) return linear_work_by<VectorPanels<InFloat32<Float16>>, Float16>(quantized);
+    if (a.dtype == kFloat32) return linear_work_by<VectorPanels<InFloat32<Float32>>, Float32>(a);
+    if (a.dtype == kFloat16) return linear_work_by<VectorPanels<InFloat32<Float16>>, Float16>(a);
 #if defined(TILES)
-    if (TilePanels::fits(a.num_inputs)) return linear_work_by<TilePanels, Bfloat16>(quantized);
+    if (TilePanels::fits(a.num_inputs)) return linear_work_by<TilePanels, Bfloat16>(a);
 #endif
 #if defined(__AVX512BF16__)
-    return linear_work_by<VectorPanels<InBfloat16>, Bfloat16>(quantized);
+    return linear_work_by<VectorPanels<InBfloat16>, Bfloat16>(a);
 #else
-    return linear_work_by<VectorPanels<InFloat32<Bfloat16>>, Bfloat16>(quantized);
+    return linear_work_by<VectorPanels<InFloat32<Bfloat16>>, Bfloat16>(a);
 #endif
 }
 
