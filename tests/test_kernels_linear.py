@@ -123,7 +123,8 @@ def test_a_coded_weight_may_be_gated_and_hold_anything(monkeypatch, level):
     weight = random(64, 128, dtype=torch.bfloat16)
     rare = torch.tensor([0.0, -0.0, 1e-30, -3e38, 1e-40, torch.inf, 7e10, -torch.inf], dtype=torch.bfloat16)
     # Two in one unit, the first and the last places of a panel, and one output that is nothing else.
-    for place, value in zip([0, 1, 127, 31 * 128, 31 * 128 + 127, 32 * 128, 40 * 128 + 64, 63 * 128], rare, strict=True):
+    places = [0, 1, 127, 31 * 128, 31 * 128 + 127, 32 * 128, 40 * 128 + 64, 63 * 128]
+    for place, value in zip(places, rare, strict=True):
         weight.view(-1)[place] = value
     weight[50] = 0
     for gated in (False, True):
