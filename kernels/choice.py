@@ -166,6 +166,7 @@ def cpp(kernels: CpuKernels) -> Operations:
         rms_norm=kernels.rms_norm,
         add_rms_norm=kernels.add_rms_norm,
         normalizers_and_best=kernels.normalizers_and_best,
+        sample_tokens=kernels.sample_tokens,
         decoder=kernels.decoder,
         reads_behind_context=False,
     )

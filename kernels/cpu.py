@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels import build, cpu_decoder, cpu_linear
+from kernels import build, cpu_decoder, cpu_linear, reference
 from kernels.batch_bounds import BatchBounds
 from kernels.cpu_decoder import CpuDecoder, DecoderLayer, DecoderShape
 from kernels.cpu_forms import (
@@ -34,7 +34,7 @@ from kernels.cpu_forms import (
     misfit_slot,
 )
 from kernels.cpu_linear import CpuLinear, Panels, coded, packed_as_int8, packed_plainly
-from kernels.forms import check_attention, check_dtypes, form
+from kernels.forms import check_attention, check_dtypes, check_sampling, form
 
 _THREADS = (c_void_p, c_int)
 _SCORES = (c_float, c_int, c_float)
@@ -45,6 +45,7 @@ _RESHAPE = (c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, *_CACHES, c_void
 _ROTATE = (c_int, c_int, c_void_p, c_int64, c_void_p, c_void_p, *_CACHES, c_void_p, *[c_int] * 6, *_THREADS)
 _NORM = (c_int, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, *_THREADS)
 _SCORES_OF_ROWS = (c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int, *_THREADS)
+_SAMPLING = (c_void_p, c_int64, *[c_void_p] * 8, c_int, c_int, *_THREADS)
 _GATE = (c_int, c_void_p, c_void_p, c_int64, c_int64, *_THREADS)
 
 # Where the time to decode a weight hides behind that of reading it.
@@ -90,6 +91,7 @@ class CpuKernels:
         self._rms_norm = function("rms_norm", _NORM, None)
         self._silu_and_mul = function("silu_and_mul", _GATE, None)
         self._normalizers_and_best = function("normalizers_and_best", _SCORES_OF_ROWS, None)
+        self._sample_tokens = function("sample_tokens", _SAMPLING, c_int)
         self._linear = function("linear", cpu_linear.ARGUMENTS, c_int)
         self._encode = function("encode", cpu_linear.ENCODE, c_int64)
         self._decode = function("decode", cpu_decoder.ARGUMENTS, c_int)
@@ -272,6 +274,29 @@ class CpuKernels:
         self._normalizers_and_best(logits.data_ptr(), logits.stride(0), *results, self._region, self._num_threads)
         return normalizers, best
 
+    def sample_tokens(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        sequence_indexes: Tensor,
+        filters: tuple[Tensor, ...] | None = None,
+    ) -> Tensor:
+        """See `reference.sample_tokens`, which draws where a row asks for typical tokens."""
+        names = (seeds, positions, sequence_indexes)
+        check_sampling(logits, temperatures, names, filters)
+        if filters is not None and bool((filters[3] < 1).any()):
+            return reference.sample_tokens(logits, temperatures, *names, filters)
+        num_rows, size = logits.shape
+        token_ids = torch.empty(num_rows, dtype=torch.int64)
+        columns = (temperatures, *names, *(filters[:3] if filters is not None else (None,) * 3), token_ids)
+        addresses = (None if column is None else column.data_ptr() for column in columns)
+        threads = (self._region, self._num_threads)
+        if self._sample_tokens(logits.data_ptr(), logits.stride(0), *addresses, num_rows, size, *threads) != -1:
+            raise MemoryError("no memory for a row of logits")
+        return token_ids
+
     def linear(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> CpuLinear:
         """See `reference.linear`."""
         panels = None
@@ -287,9 +312,7 @@ class CpuKernels:
         """See `reference.int8_linear`."""
         return self._pack(weight, bias, packed_as_int8(weight, gated=gated), widened=widened, gated=gated)
 
-    def _pack(
-        self, weight: Tensor, bias: Tensor | None, panels: Panels, *, widened: bool, gated: bool
-    ) -> CpuLinear:
+    def _pack(self, weight: Tensor, bias: Tensor | None, panels: Panels, *, widened: bool, gated: bool) -> CpuLinear:
         run = partial(self._linear, DTYPES[weight.dtype])
         return CpuLinear(
             run, weight, bias, panels, widened=widened, gated=gated, threads=(self._region, self._num_threads)

@@ -7,6 +7,7 @@
 #include "decoder.hpp"
 #include "linear.hpp"
 #include "pointwise.hpp"
+#include "sampling.hpp"
 #include "scores.hpp"
 
 #define JOIN(operation, level) operation##_##level
@@ -94,6 +95,19 @@ EXPORT(void, normalizers_and_best)(
 ) {
     ScoresJob job = {{logits, stride, size, normalizers, best}, {0, num_rows}};
     run_on({region, num_threads}, num_rows > 1, score_rows, &job);
+}
+
+EXPORT(int, sample_tokens)(
+    const float* logits, int64_t stride, const float* temperatures, const uint64_t* seeds, const int64_t* positions,
+    const int64_t* sequence_indexes, const int64_t* top_k, const float* top_p, const float* min_p, int64_t* token_ids,
+    int num_rows, int size, ParallelRegion region, int num_threads
+) {
+    SamplingJob job = {
+        {logits, stride, size, temperatures, seeds, positions, sequence_indexes, top_k, top_p, min_p, token_ids},
+        {0, num_rows}, false
+    };
+    run_on({region, num_threads}, num_rows > 1, sample_rows, &job);
+    return job.out_of_memory ? -2 : -1;
 }
 
 EXPORT(int, decode)(
