@@ -1,4 +1,4 @@
-"""`sample_tokens` by torch: the twin of `kernels.sampling` and `csrc/sampling.hpp`; it draws typical tokens on CPUs too.
+"""`sample_tokens` by torch: the twin of `kernels.sampling` and `csrc/sampling.hpp`, and typical tokens on CPUs.
 
 A draw is the argmax of scaled logits plus Gumbel noise (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030), and the
 noise is counter-based (`kernels.philox`): a token depends on its logits and (seed, sequence index, position) alone.
