@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,6 +86,12 @@ async def test_a_deadline_passes_to_the_scheduler(site):
         while (state := await asyncio.to_thread(site.cluster.state)).num_running:
             await asyncio.sleep(0.01)
         assert state.block_pool.num_held == 0
+
+
+def test_a_router_describes_itself_through_the_proxy(site):
+    command = [str(BINARY.with_name("grpcurl")), "-plaintext", site.envoy.target, "describe", "pagewire.v1.StopMatch"]
+    described = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert "uint32 token_id = 2;" in described.stdout, described.stderr
 
 
 async def test_error_details_pass(site):
