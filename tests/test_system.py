@@ -11,7 +11,6 @@ from protos.pagewire.v1 import generation_pb2 as pb
 from protos.rpc import dial
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
-SERVICE = "pagewire.v1.GenerationService"
 
 
 @pytest.fixture
