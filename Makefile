@@ -6,7 +6,7 @@ GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 PROTOS := $(shell find protos -name '*.proto')
 KERNELS := $(wildcard kernels/csrc/*) kernels/build.py
 
-.PHONY: demo test up protos lint format compose-test soak test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
+.PHONY: demo test up protos docs lint format compose-test soak test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
 
 # The main job on a bare machine: the real model through the real three processes, once.
 demo: .venv/installed
@@ -56,6 +56,10 @@ up: .venv/installed
 
 protos: .venv/installed
 	$(BIN)/python hatch_build.py
+
+# The page of the public API, from the comments in its .proto files.
+docs: .venv/installed
+	$(BIN)/python -m docs.api > docs/api.md.new && mv docs/api.md.new docs/api.md
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -16,11 +16,21 @@ def generate_stubs() -> None:
     The root is the include path, so that a file's import path, its Python module and its folder have one name
     (`protos/session.proto`, `protos.session_pb2`), and no generated import needs mending.
     """
-    from grpc_tools import protoc
-
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "protos").rglob("*.proto"))
-    out = [f"--{kind}_out={ROOT}" for kind in ("python", "pyi", "grpc_python")]
-    if protoc.main(["protoc", f"-I{ROOT}", *out, *sources]) != 0:
+    protoc(*(f"--{kind}_out={ROOT}" for kind in ("python", "pyi", "grpc_python")), *sources)
+
+
+def protoc(*arguments: str, root: Path = ROOT) -> None:
+    """Runs protoc with the include path that our files need: `root`, protobuf's own files, and Google's common ones.
+
+    Their folders come from packages: grpcio-tools ships google/protobuf, googleapis-common-protos ships google/api.
+    """
+    import google.api
+    import grpc_tools.protoc
+
+    common = Path(next(iter(google.api.__path__))).parents[1]
+    built_in = Path(grpc_tools.__file__).parent / "_proto"
+    if grpc_tools.protoc.main(["protoc", f"-I{root}", f"-I{built_in}", f"-I{common}", *arguments]) != 0:
         raise RuntimeError("protoc failed; its message stands above")
 
 

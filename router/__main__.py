@@ -44,7 +44,10 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", extra={"live": link.num_live})
-    await server.stop(settings.drain_grace_s if stopped in done else 0)
+    if stopped in done:
+        await server.stop(settings.drain_grace_s, settings.drain_delay_s)
+    else:
+        await server.stop(0)
     for task in tasks:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)

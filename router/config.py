@@ -15,4 +15,9 @@ class RouterSettings(Settings):
     introspection: bool = Field(True, description="serve IntrospectionService")
     reflection: bool = Field(True, description="serve gRPC reflection")
     write_stall_s: float = Field(60.0, gt=0, description="seconds after which a client that does not read is given up")
-    drain_grace_s: float = Field(30.0, ge=0, description="seconds that live streams get to finish after SIGTERM")
+    drain_delay_s: float = Field(
+        0.0,
+        ge=0,
+        description="seconds after SIGTERM that new calls are still taken, so that proxies see NOT_SERVING",
+    )
+    drain_grace_s: float = Field(30.0, ge=0, description="seconds that live streams get to finish after that")

@@ -1,12 +1,7 @@
 """The real three processes with the real model: what a user does, and what is left behind afterwards."""
 
 import asyncio
-import json
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -16,7 +11,6 @@ from protos.pagewire.v1 import generation_pb2 as pb
 from protos.rpc import dial
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
-SERVICE = "pagewire.v1.GenerationService"
 
 
 @pytest.fixture
@@ -158,43 +152,3 @@ async def test_a_killed_worker_costs_a_pause_and_no_token(model_dir):
                 async for message in stream:
                     received += message.outputs[0].token_ids
         assert tokens == undisturbed
-
-
-def grpcurl(target: str, *arguments: str, data: str | None = None, ok: bool = True) -> str:
-    """What the real grpcurl prints."""
-    tool = Path(sys.executable).parent / "grpcurl"
-    if not tool.exists():
-        pytest.skip("grpcurl is not installed")
-    command = [str(tool), "-plaintext", *(("-d", data) if data else ()), target, *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (run.returncode == 0) == ok, run.stderr
-    return run.stdout if ok else run.stderr
-
-
-async def test_grpcurl_lists_describes_and_calls_without_a_proto_file(model_dir):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        target = f"127.0.0.1:{free.getsockname()[1]}"
-    async with deployment(model_dir, listen=target):
-        listed = (await asyncio.to_thread(grpcurl, target, "list")).split()
-        assert {SERVICE, "pagewire.v1.IntrospectionService", "grpc.health.v1.Health"} <= set(listed)
-        assert "grpc.reflection.v1alpha.ServerReflection" in listed
-        described = await asyncio.to_thread(grpcurl, target, "describe", "pagewire.v1.GenerateRequest")
-        assert "SamplingParams sampling" in described
-        body = json.dumps(
-            {"text": "The capital of France is", "sampling": {"temperature": 0}, "stop": {"max_tokens": 3}}
-        )
-        streamed = await asyncio.to_thread(grpcurl, target, f"{SERVICE}/Generate", data=body)
-        assert " Paris" in streamed
-        assert "FINISH_REASON_LENGTH" in streamed
-        for call in ("Complete", "Tokenize"):
-            text = body if call == "Complete" else '{"text": "hi"}'
-            assert await asyncio.to_thread(grpcurl, target, f"{SERVICE}/{call}", data=text)
-        assert "49152" in await asyncio.to_thread(grpcurl, target, f"{SERVICE}/GetModel")
-        state = await asyncio.to_thread(grpcurl, target, "pagewire.v1.IntrospectionService/GetState")
-        assert '"serving": true' in state
-        assert "SERVING" in await asyncio.to_thread(grpcurl, target, "grpc.health.v1.Health/Check")
-        bad = '{"text": "x", "sampling": {"top_p": -1}}'
-        error = await asyncio.to_thread(lambda: grpcurl(target, f"{SERVICE}/Generate", data=bad, ok=False))
-        assert "InvalidArgument" in error
-        assert "sampling.top_p" in error

@@ -1,0 +1,1 @@
+"""Writes the pages that are made from code."""

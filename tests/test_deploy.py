@@ -1,0 +1,221 @@
+"""What lies in deploy/ before the tools that read it: compose, Kubernetes, Prometheus, Grafana."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from router.config import RouterSettings
+from scheduler.config import SchedulerSettings
+from worker.config import WorkerSettings
+
+ROOT = Path(__file__).parents[1]
+KUBERNETES = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "pagewire.json"
+SETTINGS = {"router": RouterSettings, "scheduler": SchedulerSettings, "worker": WorkerSettings}
+# TODO: take these from where the services define them.
+METRICS = {
+    "grpc_server_handled_total",
+    "grpc_server_handling_seconds",
+    "grpc_server_started_total",
+    "pagewire_e2e_request_latency_seconds",
+    "pagewire_generation_tokens_total",
+    "pagewire_inter_token_latency_seconds",
+    "pagewire_kv_cache_usage_ratio",
+    "pagewire_num_preemptions_total",
+    "pagewire_num_requests_running",
+    "pagewire_num_requests_waiting",
+    "pagewire_prompt_tokens_total",
+    "pagewire_queue_time_seconds",
+    "pagewire_request_success_total",
+    "pagewire_time_to_first_token_seconds",
+}
+
+
+def tool(name: str) -> Path:
+    """A program that pip installed beside Python."""
+    return Path(sys.executable).parent / name
+
+
+def ran(*command: str | Path, **options: object) -> str:
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def resources() -> dict[tuple[str, str], dict]:
+    """Kubernetes' resources by kind and name."""
+    found = [resource for path in KUBERNETES for resource in yaml.safe_load_all(path.read_text())]
+    return {(resource["kind"], resource["metadata"]["name"]): resource for resource in found}
+
+
+def pods() -> Iterator[tuple[str, dict]]:
+    """Name and specification of every Pod that is meant to run."""
+    for (_, name), resource in resources().items():
+        if "template" in resource["spec"]:
+            yield name, resource["spec"]["template"]["spec"]
+
+
+def containers() -> Iterator[tuple[str, dict]]:
+    for _, pod in pods():
+        for container in pod["containers"] + pod.get("initContainers", []):
+            yield container["name"], container
+
+
+def composed() -> dict:
+    """compose.yaml with all profiles, as compose understands it."""
+    profiles = ("--profile", "envoy", "--profile", "observability")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWIRE_")}
+    command = (tool("docker-compose"), "--file", ROOT / "compose.yaml", *profiles, "config", "--format", "json")
+    return json.loads(ran(*command, env=clean))
+
+
+def settings_of(service: str, words: list[str]) -> object:
+    """What a service makes of its command line; a mistake ends the test."""
+    return SETTINGS[service].parse(service, words)
+
+
+def test_compose_accepts_every_profile():
+    services = composed()["services"]
+    assert {"envoy", "descriptors", "prometheus", "grafana"} < services.keys()
+    for name in ("worker", "scheduler", "router"):
+        assert "profiles" not in services[name]
+        assert services[name]["read_only"]
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_every_command_in_compose_is_one_that_the_service_takes(service):
+    words = composed()["services"][service]["command"]
+    assert words[:3] == ["python", "-m", service]
+    settings_of(service, words[3:])
+
+
+def test_compose_gives_a_router_the_time_that_its_drain_takes():
+    service = composed()["services"]["router"]
+    settings = settings_of("router", service["command"][3:])
+    assert settings.drain_delay_s >= 5
+    assert settings.drain_delay_s + settings.drain_grace_s + 5 <= int(service["stop_grace_period"].removesuffix("s"))
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
+def test_kubernetes_knows_every_field_of_the_manifests(path):
+    ran(tool("kubernetes-validate"), "--kubernetes-version", "1.31", "--strict", path)
+
+
+def test_every_command_in_the_manifests_is_one_that_the_service_takes():
+    served = {name: container for name, container in containers() if name in SETTINGS}
+    assert served.keys() == SETTINGS.keys()
+    for name, container in served.items():
+        assert container["command"] == ["python", "-m", name]
+        settings_of(name, container["args"])
+
+
+def test_no_container_may_do_more_than_it_must():
+    for name, container in containers():
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }, name
+    for name, pod in pods():
+        assert pod["securityContext"]["runAsNonRoot"], name
+        assert pod["automountServiceAccountToken"] is False, name
+
+
+def test_probes_ask_for_names_and_ports_that_are_served():
+    for name in ("router", "scheduler"):
+        container = dict(containers())[name]
+        port = next(row["containerPort"] for row in container["ports"] if row["name"] == "grpc")
+        assert container["startupProbe"]["grpc"] == {"port": port, "service": "liveness"}
+        assert container["livenessProbe"]["grpc"] == {"port": port, "service": "liveness"}
+        assert container["readinessProbe"]["grpc"] == {"port": port}
+        assert settings_of(name, container["args"]).listen == f"0.0.0.0:{port}"
+
+
+def test_a_pod_outlives_the_drain_of_its_containers():
+    for name in ("router", "scheduler"):
+        pod = dict(pods())[name]
+        (container,) = pod["containers"]
+        settings = settings_of(name, container["args"])
+        before = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        needed = before + getattr(settings, "drain_delay_s", 0) + settings.drain_grace_s
+        for sidecar in pod.get("initContainers", []):
+            needed += settings_of(sidecar["name"], sidecar["args"]).drain_grace_s
+        assert needed + 5 <= pod["terminationGracePeriodSeconds"], name
+
+
+def test_what_selects_pods_finds_them_and_their_ports():
+    found = resources()
+    kept = [resource for (kind, _), resource in found.items() if kind in ("Deployment", "StatefulSet")]
+    for (kind, name), resource in found.items():
+        if kind != "Service":
+            continue
+        selector = resource["spec"]["selector"].items()
+        templates = [resource["spec"]["template"] for resource in kept]
+        (template,) = [template for template in templates if selector <= template["metadata"]["labels"].items()]
+        ports = {port["name"] for row in template["spec"]["containers"] for port in row["ports"]}
+        assert {port["targetPort"] for port in resource["spec"]["ports"]} <= ports, name
+    target = found["HorizontalPodAutoscaler", "scheduler"]["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) in found
+
+
+@pytest.fixture(scope="module")
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not installed; Debian's package `prometheus` has it")
+    return found
+
+
+def test_prometheus_takes_its_configuration_and_rules(promtool):
+    ran(promtool, "check", "config", PROMETHEUS / "prometheus.yml")
+
+
+def test_each_alert_fires_when_it_should(promtool):
+    ran(promtool, "test", "rules", PROMETHEUS / "rules_test.yml")
+    alerts = {rule["alert"] for rule in rules() if "alert" in rule}
+    tests = yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())["tests"]
+    fired = {row["alertname"] for test in tests for row in test.get("alert_rule_test", []) if row["exp_alerts"]}
+    assert fired == alerts
+
+
+def rules() -> list[dict]:
+    groups = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def dashboard_queries() -> list[str]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+def test_rules_and_dashboard_ask_for_metrics_that_are_exported():
+    queries = [*dashboard_queries(), *(rule["expr"] for rule in rules())]
+    names = set(re.findall(r"\b(?:pagewire|grpc)_\w+(?=[\[{)\s]|$)", " ".join(queries))) - {"grpc_code", "grpc_method"}
+    assert len(names) > 10
+    asked = {name.removesuffix("_bucket") for name in names}
+    assert asked <= METRICS, asked - METRICS
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    assert set(re.findall(r"\bpagewire:\w+(?::\w+)?", " ".join(queries))) <= recorded
+
+
+def test_the_dashboard_is_laid_out_without_overlaps():
+    taken = set()
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert max(x for x, _ in cells) < 24, panel["title"]
+        taken |= cells
