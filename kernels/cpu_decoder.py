@@ -154,6 +154,9 @@ class CpuDecoder:
         heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         self._scratch_values = 2 * self._hidden_size + heads + _packed(layers[0])["down"].shape[1]
         self._scratch = torch.empty(0, dtype=norm.dtype)
+        # Of the last call, which were looked at, and where they are: every step has the same.
+        self._layer_caches: Sequence[tuple[Tensor, Tensor]] = ()
+        self._addresses = (c_void_p * 0)()
 
     def __call__(
         self,
@@ -172,7 +175,7 @@ class CpuDecoder:
             residual: [num_tokens, hidden_size], the embeddings; overwritten.
             cos: [num_tokens, head_dim / 2], of the tokens' positions.
             sin: like `cos`.
-            layer_caches: K and V cache of each layer, written to.
+            layer_caches: K and V cache of each layer, written to; a sequence that stays as it is.
             slot_mapping: see `reference.reshape_and_cache`.
             block_tables: see `reference.paged_attention`; so are the others.
             query_starts: see there.
@@ -186,7 +189,9 @@ class CpuDecoder:
         """
         num_tokens, k_cache = len(residual), layer_caches[0][0]
         num_blocks, block_size = k_cache.shape[:2]
-        self._check(residual, cos, sin, layer_caches)
+        self._check(residual, cos, sin)
+        if layer_caches is not self._layer_caches:
+            self._note_caches(layer_caches)
         check_dense_slots(slot_mapping, num_tokens)
         heads = residual.new_empty(0, self._shape.num_heads, self._shape.head_dim)
         check_attention(heads, *layer_caches[0], block_tables, query_starts, context_lengths)
@@ -194,14 +199,13 @@ class CpuDecoder:
         if self._scratch.numel() < num_tokens * self._scratch_values:
             self._scratch = residual.new_empty(num_tokens * self._scratch_values)
         out = torch.empty_like(residual)
-        addresses = [cache.data_ptr() for layer in layer_caches for cache in layer]
         step = _Step(
             residual=residual.data_ptr(),
             out=out.data_ptr(),
             scratch=self._scratch.data_ptr(),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            caches=ctypes.addressof(caches := (c_void_p * len(addresses))(*addresses)),
+            caches=ctypes.addressof(self._addresses),
             block_stride=k_cache.stride(0),
             slot_mapping=slot_mapping.data_ptr(),
             block_tables=block_tables.data_ptr(),
@@ -215,7 +219,6 @@ class CpuDecoder:
             block_size=block_size,
         )
         misfit = self._run(self._decoder, step)
-        del caches
         if misfit == -2:
             raise MemoryError("no memory for the work of a step")
         if misfit > len(context_lengths):
@@ -224,8 +227,7 @@ class CpuDecoder:
             raise misfit_row(misfit, num_tokens, block_tables, query_starts, context_lengths, num_blocks)
         return out
 
-    def _check(self, residual: Tensor, cos: Tensor, sin: Tensor, layer_caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        check_dtypes(*layer_caches[0], residual, cos, sin)
+    def _check(self, residual: Tensor, cos: Tensor, sin: Tensor) -> None:
         for name, x, size in (
             ("residual", residual, self._hidden_size),
             ("cos", cos, self._shape.head_dim // 2),
@@ -234,14 +236,19 @@ class CpuDecoder:
             check_dense(x, name)
             if x.shape != (len(residual), size) or x.dtype != self._dtype:
                 raise ValueError(f"{name} {form(x)} is to be {self._dtype} of {[len(residual), size]}")
+
+    def _note_caches(self, layer_caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         if len(layer_caches) != self._decoder.num_layers:
             raise ValueError(f"{len(layer_caches)} caches, {self._decoder.num_layers} layers")
         first = layer_caches[0][0]
+        check_dtypes(*layer_caches[0], self._kept[1])
         for k_cache, v_cache in layer_caches:
             _, _, num_kv_heads = check_caches(k_cache, v_cache, self._shape.head_dim)
-            same = k_cache.shape == first.shape and k_cache.stride() == first.stride()
-            if num_kv_heads != self._shape.num_kv_heads or not same:
+            same = all(cache.shape == first.shape and cache.dtype == first.dtype for cache in (k_cache, v_cache))
+            if num_kv_heads != self._shape.num_kv_heads or not same or k_cache.stride() != first.stride():
                 raise ValueError(f"k_cache {form(k_cache)} does not fit {self._shape}, or the first layer's")
+        addresses = [cache.data_ptr() for layer in layer_caches for cache in layer]
+        self._layer_caches, self._addresses = layer_caches, (c_void_p * len(addresses))(*addresses)
 
 
 def _packed(layer: DecoderLayer) -> dict[str, CpuLinear]:

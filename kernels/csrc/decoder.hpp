@@ -14,7 +14,7 @@
 
 namespace {
 
-// The structs up to DecoderStep are those of kernels/cpu_decoder.py.
+// These structs, up to DecoderStep, are those of kernels/cpu_decoder.py.
 struct Weights {
     const void* panels;
     const float* scales;
@@ -81,16 +81,16 @@ struct Buffers {
     }
 };
 
-// Writes down the jobs of each layer, and the steps that do them.
+// Writes down the jobs of each layer, and the stages that do them.
 class DecoderPlan {
   public:
     DecoderPlan(const Decoder& decoder, const DecoderStep& step, int num_threads, const Plan& attention)
         : d(decoder), step(step), b(decoder, step), num_threads(num_threads), attention(attention) {}
 
-    // `jobs` has room for all layers, `steps` for eight each and one more. Gives how many steps there are.
-    int write(LayerJobs* jobs, PointwiseJob& last, Step* steps) {
+    // `jobs` has room for all layers, `stages` for eight each and one more. Gives how many stages there are.
+    int write(LayerJobs* jobs, PointwiseJob& last, Stage* stages) {
         const Work norm = pointwise_work<false>(d.dtype);
-        Step* next = steps;
+        Stage* next = stages;
         for (int i = 0; i < d.num_layers; ++i) {
             const DecoderLayer& layer = d.layers[i];
             LayerJobs& job = jobs[i];
@@ -119,19 +119,18 @@ class DecoderPlan {
         }
         last = normalize(b.x, step.residual, d.norm, step.out);
         *next++ = {norm, &last};
-        return (int)(next - steps);
+        return (int)(next - stages);
     }
 
     Attention attend(int layer) const {
-        const int64_t stride = (int64_t)(d.num_heads + 2 * d.num_kv_heads) * d.head_dim;
-        return {b.heads, stride, step.caches[2 * layer], step.caches[2 * layer + 1], step.block_stride,
+        return {b.heads, heads_stride(), step.caches[2 * layer], step.caches[2 * layer + 1], step.block_stride,
                 step.block_tables, step.table_stride, step.query_starts, step.context_lengths, d.dtype, step.cache_dtype,
                 step.num_rows, step.num_blocks, step.block_size, d.num_heads, d.num_kv_heads, d.head_dim, d.scale,
                 d.layers[layer].window, 0.0f, b.attended};
     }
 
     CacheWrite cache_write(int layer) const {
-        const int64_t stride = (int64_t)(d.num_heads + 2 * d.num_kv_heads) * d.head_dim;
+        const int64_t stride = heads_stride();
         void* k = b.heads + (int64_t)d.num_heads * d.head_dim * size_of(d.dtype);
         void* v = static_cast<char*>(k) + (int64_t)d.num_kv_heads * d.head_dim * size_of(d.dtype);
         return {d.dtype, step.cache_dtype, k, v, stride, stride, step.caches[2 * layer], step.caches[2 * layer + 1],
@@ -141,6 +140,9 @@ class DecoderPlan {
     }
 
   private:
+    // Values between a token's queries, keys and values and the next one's.
+    int64_t heads_stride() const { return (int64_t)(d.num_heads + 2 * d.num_kv_heads) * d.head_dim; }
+
     PointwiseJob normalize(const void* x, void* residual, const void* weight, void* out) const {
         return make_job({d.dtype, x, residual, weight, d.epsilon, out, step.num_tokens, d.hidden_size});
     }
@@ -184,19 +186,19 @@ int decode(const Decoder& decoder, const DecoderStep& step, const Threads& threa
     if (row >= 0) return row;
 
     LayerJobs* jobs = static_cast<LayerJobs*>(malloc(sizeof(LayerJobs) * decoder.num_layers));
-    Step* steps = static_cast<Step*>(malloc(sizeof(Step) * (8 * decoder.num_layers + 1)));
-    bool out_of_memory = !make_plan(first, threads.num_threads, attention) || jobs == nullptr || steps == nullptr;
+    Stage* stages = static_cast<Stage*>(malloc(sizeof(Stage) * (8 * decoder.num_layers + 1)));
+    bool out_of_memory = !make_plan(first, threads.num_threads, attention) || jobs == nullptr || stages == nullptr;
     if (!out_of_memory) {
         PointwiseJob last;
         Program program;
-        program.num_steps = plan.write(jobs, last, steps);
-        program.steps = steps;
+        program.num_stages = plan.write(jobs, last, stages);
+        program.stages = stages;
         program.team_size = threads.region != nullptr && threads.num_threads > 1 ? team_size : nullptr;
         run_on(threads, true, run_program, &program);
         for (int i = 0; i < decoder.num_layers; ++i) out_of_memory |= ran_out_of_memory(jobs[i]);
     }
     free_plan(attention);
-    free(steps);
+    free(stages);
     free(jobs);
     return out_of_memory ? -2 : -1;
 }

@@ -62,7 +62,7 @@ class Barrier {
     int num_asleep_ = 0;
 };
 
-struct Step {
+struct Stage {
     Work work;
     void* job;
 };
@@ -71,8 +71,8 @@ struct Step {
 using TeamSize = int (*)();
 
 struct Program {
-    const Step* steps;
-    int num_steps;
+    const Stage* stages;
+    int num_stages;
     TeamSize team_size;  // null where there is no region
     Barrier barrier;
 };
@@ -80,8 +80,8 @@ struct Program {
 inline void run_program(void* data) {
     Program& program = *static_cast<Program*>(data);
     const int team_size = program.team_size != nullptr ? program.team_size() : 1;
-    for (int i = 0; i < program.num_steps; ++i) {
-        program.steps[i].work(program.steps[i].job);
+    for (int i = 0; i < program.num_stages; ++i) {
+        program.stages[i].work(program.stages[i].job);
         program.barrier.wait(team_size);
     }
 }
