@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from scheduler.beam import BeamParams
 from scheduler.block_manager import BlockManager
+from scheduler.fair_queue import FairQueue
 from scheduler.policy import MAX_PRIORITY, MIN_PRIORITY, Policy
 from scheduler.sequence import SequenceGroup
-from scheduler.waiting_queue import WaitingQueue
 
 
 class Reason(enum.Enum):
@@ -60,7 +60,7 @@ class Blocked:
 
 def check_submission(
     policy: Policy,
-    waiting: WaitingQueue,
+    waiting: FairQueue,
     num_prompt_tokens: int,
     n: int,
     max_tokens: int,

@@ -110,6 +110,8 @@ class Scheduler:
         beam: BeamParams | None = None,
         priority: int = 0,
         salt: str = "",
+        tenant: str = "",
+        tenant_weight: float = 1.0,
         now: float,
         deadline: float | None = None,
     ) -> SequenceGroup:
@@ -136,6 +138,8 @@ class Scheduler:
             arrival=now,
             rank=(now - priority * self.policy.aging_s, number),
             salt=salt,
+            tenant=tenant,
+            tenant_weight=tenant_weight,
             deadline=deadline,
             beam=BeamSearch(beam, stops, min_tokens) if beam is not None else None,
         )
@@ -239,6 +243,7 @@ class Scheduler:
             self._in_flight.add(plan.step_id)
             plan.blocks_to_swap_out = self.blocks.take_swapped_out()
             plan.forget = self.queues.take_gone()
+            self.queues.waiting.charge(plan.rows)
         assert plan.num_tokens <= self.policy.max_num_batched_tokens, "over budget"
         return plan
 
@@ -305,7 +310,7 @@ class Scheduler:
         if growth and not self._reserve(plan, group, growth):
             return 0
         for sequence, num_new_tokens in rows:
-            self._add_row(plan, group, sequence, num_new_tokens)
+            add_row(plan, group, sequence, num_new_tokens, blocks, cached=self.policy.prefix_caching)
         return num_extra
 
     def _reserve(self, plan: Plan, group: SequenceGroup, growth: list[tuple[Sequence, int]]) -> bool:
@@ -323,9 +328,6 @@ class Scheduler:
         for sequence, num_tokens in growth:
             plan.blocks_to_copy += self.blocks.append_slots(sequence, num_tokens)
         return True
-
-    def _add_row(self, plan: Plan, group: SequenceGroup, sequence: Sequence, num_new_tokens: int) -> None:
-        add_row(plan, group, sequence, num_new_tokens, self.blocks, cached=self.policy.prefix_caching)
 
     # What waits
 
@@ -357,7 +359,7 @@ class Scheduler:
         return None
 
     def _admit(self, plan: Plan, now: float) -> None:
-        """Lets waiting groups in by rank, the first that can not come in holds up all others: nobody is overtaken."""
+        """Lets waiting groups in in turn; the first that can not come in holds up all others: nobody is overtaken."""
         while (group := self.queues.waiting.head()) and not self.queues.swapped:
             num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
             if (reason := self._why_not_yet(group, plan, num_tokens_left, now)) is not None:
@@ -388,7 +390,8 @@ class Scheduler:
                 group.num_cached_prompt_tokens = group.root.num_computed_tokens
                 self.num_looked_up_tokens += group.num_prompt_tokens
                 self.num_found_tokens += group.num_cached_prompt_tokens
-            self._add_row(plan, group, group.root, min(num_missing, num_tokens_left))
+            num_tokens = min(num_missing, num_tokens_left)
+            add_row(plan, group, group.root, num_tokens, self.blocks, cached=self.policy.prefix_caching)
         return None
 
     def _why_not_yet(self, group: SequenceGroup, plan: Plan, num_tokens_left: int, now: float) -> Reason | None:

@@ -227,6 +227,8 @@ class SessionService:
             beam=beam,
             priority=submit.priority,
             salt=submit.cache_salt,
+            tenant=submit.tenant,
+            tenant_weight=submit.tenant_weight or 1.0,
             now=now,
             deadline=now + submit.timeout_ms / 1e3 if submit.timeout_ms else None,
         )
