@@ -15,4 +15,7 @@ class RouterSettings(Settings):
     introspection: bool = Field(True, description="serve IntrospectionService")
     reflection: bool = Field(True, description="serve gRPC reflection")
     write_stall_s: float = Field(60.0, gt=0, description="seconds after which a client that does not read is given up")
+    heartbeat_s: float = Field(
+        15.0, ge=0, description="seconds after which a silent stream says where it waits; 0: never"
+    )
     drain_grace_s: float = Field(30.0, ge=0, description="seconds that live streams get to finish after SIGTERM")

@@ -14,7 +14,7 @@ from protos.rpc import SESSION_PROTOCOL_VERSION
 from scheduler.admission import QueueFull
 from scheduler.beam import BeamParams, EarlyStopping
 from scheduler.config import SchedulerSettings
-from scheduler.describe import describe, describe_request
+from scheduler.describe import describe, describe_request, locate
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup
@@ -89,6 +89,10 @@ class SessionService:
     async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> pb.GetStateResponse:
         """Queues and blocks as they are now."""
         return describe(self._core(), self._loop)
+
+    async def Locate(self, request: pb.LocateRequest, context: grpc.aio.ServicerContext) -> pb.LocateResponse:
+        """Where some of a router's requests are."""
+        return locate(self._core(), self._sessions.find_all(request.router_id, unpack(request.handles)))
 
     async def Explain(self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext) -> pb.ExplainResponse:
         """Why a live request is where it is."""
