@@ -17,7 +17,7 @@ from router.live_request import LiveRequest
 from router.scheduler_link import SchedulerLink
 
 _LOOKS = 4
-_STATUS = {
+_STATUS: dict[int, introspection_pb2.RequestStatus] = {
     session_pb2.STATUS_WAITING: introspection_pb2.REQUEST_STATUS_WAITING,
     session_pb2.STATUS_RUNNING: introspection_pb2.REQUEST_STATUS_RUNNING,
     session_pb2.STATUS_SWAPPED: introspection_pb2.REQUEST_STATUS_SWAPPED,

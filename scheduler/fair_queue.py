@@ -41,6 +41,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable
 
+from scheduler.outflow import Outflow
 from scheduler.plan import Row
 from scheduler.sequence import SequenceGroup
 from scheduler.waiting_queue import WaitingQueue
@@ -69,11 +70,17 @@ class FairQueue:
 
     Attributes:
         num_tokens: prompt tokens of all of them.
+        num_entered: groups that came, without those that came back.
+        num_tokens_entered: prompt tokens of these.
+        outflow: how fast they go.
         clock: the counter of whoever had the last turn, or came in, if none before had a greater one.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
+        self.num_entered = 0
+        self.num_tokens_entered = 0
+        self.outflow = Outflow()
         self.clock = 0.0
         self._num_waiting = 0
         self._tenants: dict[str, _Tenant] = {}
@@ -97,6 +104,8 @@ class FairQueue:
             tenant = self._tenants[group.tenant] = _Tenant(self._away.pop(group.tenant, 0.0))
         tenant.weight = group.tenant_weight
         tenant.num_live += 1
+        self.num_entered += 1
+        self.num_tokens_entered += group.num_prompt_tokens
         self.push(group)
 
     def push(self, group: SequenceGroup) -> None:
@@ -157,6 +166,11 @@ class FairQueue:
     def num_waiting_of(self, name: str) -> int:
         """Groups of a tenant that wait."""
         return len(self._tenants[name].waiting) if name in self._tenants else 0
+
+    def share_of(self, name: str) -> float:
+        """What a tenant, of which something waits, gets of the service while the others wait; looks at all of them."""
+        total = sum(tenant.weight for tenant in self._tenants.values() if tenant.waiting)
+        return self._tenants[name].weight / total
 
     def order(self) -> list[SequenceGroup]:
         """All groups as they would go if none came, and their prompts alone were charged; looks at all of them."""

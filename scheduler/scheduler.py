@@ -122,8 +122,8 @@ class Scheduler:
                 beam search with penalties or log-probabilities.
             QueueFull: the queue is at a bound.
         """
-        check_submission(self.policy, self.queues.waiting, len(prompt_token_ids), n, max_tokens, beam, priority)
-        num_seqs = n if beam is None else beam.width
+        num_tokens, num_seqs = len(prompt_token_ids), n if beam is None else beam.width
+        check_submission(self.policy, self.queues.waiting, num_tokens, n, max_tokens, beam, priority, tenant, now)
         number, stops = next(self._numbers), frozenset(stop_token_ids)
         group = SequenceGroup(
             number=number,
@@ -131,7 +131,7 @@ class Scheduler:
             prompt_token_ids=prompt_token_ids,
             n=n,
             wanted_max_tokens=max_tokens,
-            max_tokens=min(max_tokens, max_tokens_that_fit(len(prompt_token_ids), num_seqs, self.blocks)),
+            max_tokens=min(max_tokens, max_tokens_that_fit(num_tokens, num_seqs, self.blocks)),
             min_tokens=min_tokens,
             stop_token_ids=stops,
             sampling=sampling,
@@ -263,9 +263,7 @@ class Scheduler:
     def check(self) -> None:
         """Asserts the invariants of queues and blocks; for tests, after every step."""
         self.queues.check(self.policy.max_num_seqs)
-        for sequence in (s for group in self.queues.groups.values() for s in group.live):
-            num_expected = sequence.num_expected_tokens - sequence.num_tokens
-            assert 0 <= num_expected <= len(self._in_flight), "a token is expected that no step samples"
+        self._in_flight.check(self.queues.groups.values())
 
     # What runs
 
@@ -406,9 +404,7 @@ class Scheduler:
             return Reason.SEQUENCES
         # The delay factor lets prompts gather, so that decodes are held up less often.
         delay_s = self.policy.delay_factor * self._prefill_step_s
-        if self.queues.running and now - group.arrival < delay_s:
-            return Reason.DELAY
-        return None
+        return Reason.DELAY if self.queues.running and now - group.arrival < delay_s else None
 
     def _hold_up(self, group: SequenceGroup, reason: Reason) -> None:
         self._held_up = (group, reason)

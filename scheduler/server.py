@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 
@@ -205,7 +206,7 @@ class SessionService:
                 group = self._submit_to_core(submit)
             except QueueFull as full:
                 code = grpc.StatusCode.RESOURCE_EXHAUSTED
-                return _reject(outbox, submit.handle, code, str(full), _RETRY_DELAY_MS)
+                return _reject(outbox, submit.handle, code, str(full), math.ceil(full.retry_s * 1e3))
             except ValueError as error:
                 return _reject(outbox, submit.handle, grpc.StatusCode.INVALID_ARGUMENT, str(error))
             self._sessions.add(session, submit.handle, group)
