@@ -27,7 +27,7 @@ soak: .venv/installed
 
 # 100,000 cancels at every stage, through real processes: memory stays flat. A quarter of an hour.
 soak-cancel: .venv/installed
-	PAGEWIRE_SOAK_CANCELS=$${PAGEWIRE_SOAK_CANCELS:-100000} $(BIN)/pytest -s tests/test_soak_cancel.py
+	SOAK_CANCELS=$${SOAK_CANCELS:-100000} $(BIN)/pytest -s tests/test_soak_cancel.py
 
 # Time of the scheduler core and tokens/s of the whole control plane, with a worker that answers at once.
 bench-scheduler: .venv/installed

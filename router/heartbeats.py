@@ -67,7 +67,7 @@ class Heartbeats:
 
     async def look(self, now: float) -> None:
         """Gives a heartbeat to every stream that has been silent for so long, whether the scheduler answers or not."""
-        silent = [stream for stream in self._streams.values() if self._is_silent(stream, now)]
+        silent = [stream for stream in self._streams.values() if self._due(stream, now)]
         if not silent:
             return
         places = await self._link.locate([stream.live.handle for stream in silent])
@@ -78,7 +78,7 @@ class Heartbeats:
                     heartbeat.queue_position = position
                 stream.live.beat(heartbeat)
 
-    def _is_silent(self, stream: _Stream, now: float) -> bool:
+    def _due(self, stream: _Stream, now: float) -> bool:
         if stream.live.num_taken != stream.num_taken:
             stream.num_taken, stream.since = stream.live.num_taken, now
         elif now >= stream.since + self._silence_s:

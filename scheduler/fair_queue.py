@@ -22,8 +22,8 @@ rises by at most U, since only what is booked is charged.
 
 The paper's bound is 2 U, for memory reserved up to the end (theorem 4.4). A turn is kept until the group is in, even
 though more is charged meanwhile: so what it lacks need not be looked up at each step. Preemption is not by tenants, but
-by rank: it must spare the group that has to finish first (`waiting_queue.py`). The bound does not depend on who the
-victim is, and its tenant's counter stands still, so that its turn comes the sooner.
+by rank: it must spare the group that has to finish first (`waiting_queue.py`). The bound holds whoever the victim is,
+of whatever priority, and its tenant's counter stands still, so that its turn comes the sooner.
 
 WHY NOTHING STARVES, WITH TENANTS. Let G be the first of its tenant, where it gets as `waiting_queue.py` says.
 
@@ -124,15 +124,18 @@ class FairQueue:
 
     def head(self) -> SequenceGroup | None:
         """The group that goes first."""
-        if self._turn is None or not self._turn.waiting:
+        if self._turn is None:
             self._turn = self._least()
         return None if self._turn is None else self._turn.waiting.head()
 
     def remove(self, group: SequenceGroup) -> None:
         """Lets a group go, from wherever it stands."""
-        self._tenants[group.tenant].waiting.remove(group)
+        tenant = self._tenants[group.tenant]
+        tenant.waiting.remove(group)
         self._num_waiting -= 1
         self.num_tokens -= group.num_prompt_tokens
+        if tenant is self._turn and not tenant.waiting:
+            self._turn = None
 
     def admit(self, group: SequenceGroup, num_tokens: int) -> None:
         """Lets a group go that comes in; its tenant pays for `num_tokens` of its prompt, and has had its turn."""

@@ -29,8 +29,8 @@ class Outflow:
             then, requests, tokens = self._last
             fade = math.exp((then - now) / _MEMORY_S)
             self._seconds = self._seconds * fade + now - then
-            self._requests = self._requests * fade + max(0, num_left - requests)
-            self._tokens = self._tokens * fade + max(0, num_tokens_left - tokens)
+            self._requests = self._requests * fade + num_left - requests
+            self._tokens = self._tokens * fade + num_tokens_left - tokens
         self._last = (now, num_left, num_tokens_left)
 
     def seconds_for(self, num_requests: int, num_tokens: int, share: float = 1.0) -> float:

@@ -155,6 +155,18 @@ def test_a_turn_is_kept_until_the_group_is_in():
         step(core)
 
 
+def test_a_turn_is_lost_with_the_last_group_that_waits():
+    core = make(max_num_seqs=1)
+    submit(core, 4, max_tokens=3, tenant="runs")
+    ahead = submit(core, 4, max_tokens=1, tenant="a")
+    submit(core, 4, max_tokens=1, tenant="b")
+    step(core)
+    assert core.queues.waiting.head() is ahead
+    core.abort(ahead)
+    submit(core, 4, max_tokens=1, tenant="a")
+    assert core.queues.waiting.head().tenant == "b"
+
+
 def test_a_preempted_group_comes_back_for_nothing():
     core = make(num_blocks=6, max_num_seqs=8)
     elder, younger = submit(core, 8, max_tokens=12, tenant="a"), submit(core, 7, max_tokens=12, tenant="b")
@@ -238,7 +250,9 @@ def test_tenants_that_always_wait_are_never_further_apart_than_is_booked_for_one
         for name, shape in endless.items():
             while core.queues.waiting.num_waiting_of(name) < 6:
                 prompt, max_tokens, n = next(shape)
-                submit(core, prompt, max_tokens, n=n, now=now, tenant=name, tenant_weight=weight[name])
+                urgent = {"t0": 10, "t1": -10}.get(name, 0)  # as t0 calls all that it has
+                share = {"tenant": name, "tenant_weight": weight[name], "priority": urgent}
+                submit(core, prompt, max_tokens, n=n, now=now, **share)
         for at, prompt, max_tokens in guests:
             if at == now:
                 submit(core, prompt, max_tokens, now=now, tenant=f"guest{prompt % 3}")

@@ -30,7 +30,7 @@ from protos.session_pb2_grpc import SessionServiceStub
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-NUM_CANCELS = int(os.environ.get("PAGEWIRE_SOAK_CANCELS", "2000"))
+NUM_CANCELS = int(os.environ.get("SOAK_CANCELS", "2000"))
 NUM_CLIENTS = 40
 STEP_S = 0.002
 # What a process may grow by between a third of the cancels and all: 250 bytes for each where there are 100,000.
