@@ -187,6 +187,17 @@ class FairQueue:
                     counter += group.num_prompt_tokens * PROMPT_TOKEN / tenant.weight
         return [group for *_, group in sorted(places)]
 
+    def check(self, groups: Iterable[SequenceGroup]) -> None:
+        """Asserts that tenants are as the live groups say, and that each that waits can have its turn."""
+        num_live = Counter(group.tenant for group in groups)
+        assert num_live == {name: tenant.num_live for name, tenant in self._tenants.items()}
+        waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
+        assert self._num_waiting == sum(len(tenant.waiting) for tenant in waiting)
+        in_heap = [tenant for *_, tenant in self._heap]
+        assert all(tenant.in_heap and in_heap.count(tenant) == 1 for tenant in waiting), "a tenant has no turn"
+        assert all(counter <= tenant.counter for counter, _, tenant in self._heap), "a counter went down"
+        assert self._turn is None or self._turn in waiting, "a tenant has a turn for nothing"
+
     def _drop_idle(self) -> None:
         """Clears the heap of tenants for which nothing waits."""
         for *_, tenant in self._heap:

@@ -118,6 +118,7 @@ class Queues:
             Status.SWAPPED: {group.number for group in self.swapped},
         }
         assert sum(map(len, places.values())) == len(groups), "a live group is in no queue, or in two"
+        self.waiting.check(groups)
         assert len(self.waiting) == len(places[Status.WAITING])
         assert self.waiting.num_tokens == sum(group.num_prompt_tokens for group in groups if group in self.waiting)
         for group in groups:
