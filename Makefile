@@ -25,7 +25,7 @@ lint: .venv/installed
 soak: .venv/installed
 	PAGEWIRE_SOAK_WALKS=$${PAGEWIRE_SOAK_WALKS:-100000} $(BIN)/pytest --timeout=0 tests/test_scheduler_properties.py
 
-# 100,000 cancels at every stage, through real processes: memory stays flat. A quarter of an hour.
+# 100,000 cancels at every stage, through real processes: memory stays flat. Ten minutes.
 soak-cancel: .venv/installed
 	SOAK_CANCELS=$${SOAK_CANCELS:-100000} $(BIN)/pytest -s tests/test_soak_cancel.py
 

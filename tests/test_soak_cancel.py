@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 NUM_CANCELS = int(os.environ.get("SOAK_CANCELS", "2000"))
 NUM_CLIENTS = 40
 STEP_S = 0.002
-# What a process may grow by between a third of the cancels and all: 250 bytes for each where there are 100,000.
-FLAT_BYTES = 16 << 20
+# What a process may grow by between a third of the cancels and all: 126 bytes for each where there are 100,000.
+FLAT_BYTES = 8 << 20
 STAGES = ("before acceptance", "at any time", "running", "later", "finished", "twice", "out of time")
 
 
