@@ -41,6 +41,7 @@ class Case:
         waiting_cached: the prompts of those that wait are in the prefix cache, all but their last block.
         mixed: requests end and new ones are admitted all the time, so that steps hold chunks of prompts too.
         steps_in_flight: steps that are planned before the first of them is answered.
+        num_tenants: whose requests they are, in turn.
     """
 
     num_running: int
@@ -50,6 +51,7 @@ class Case:
     waiting_cached: bool = False
     mixed: bool = False
     steps_in_flight: int = 1
+    num_tenants: int = 1
 
 
 @dataclass(slots=True)
@@ -183,15 +185,17 @@ class Driver:
         else:
             prompt = self._random_tokens(num_prompt_tokens)
         self._prompt = self._prompt or prompt
-        request_id = f"r{next(self._ids)}"
+        number = next(self._ids)
+        tenant = f"tenant {number % self._case.num_tenants}"
         start = time.perf_counter()
         self.core.submit(
-            request_id=request_id,
+            request_id=f"r{number}",
             prompt_token_ids=prompt,
             n=1,
             max_tokens=max_tokens,
             stop_token_ids=[2],
             sampling=Sampling(temperature=1.0, top_p=1.0, num_prompt_tokens=num_prompt_tokens),
+            tenant=tenant,
             now=start,
         )
         self.timings.submit.append((time.perf_counter() - start) * 1e3)

@@ -80,7 +80,9 @@ def core_cases(sizes: tuple[int, ...] = SIZES) -> list[Case]:
             Case(size, num_waiting=_MANY, blocked_by_memory=True),
             Case(size, context=_LONG, num_waiting=_MANY, waiting_cached=True),
             Case(size, context=_LONG, num_waiting=_MANY, waiting_cached=True, blocked_by_memory=True),
+            Case(size, num_waiting=_MANY, num_tenants=1000),
             Case(size, mixed=True),
+            Case(size, mixed=True, num_tenants=10),
         ]
     return cases
 
@@ -135,14 +137,15 @@ def plane_settings(model: Path, seconds: float) -> dict[str, Setting]:
 
 def describe(case: Case) -> str:
     """A case in a few words."""
+    tenants = f", {case.num_tenants} tenants" if case.num_tenants > 1 else ""
     if case.mixed:
-        return f"{case.num_running} running, mixed"
+        return f"{case.num_running} running, mixed{tenants}"
     words = f"{case.num_running} running, context {case.context}"
     if case.steps_in_flight > 1:
         words += f", {case.steps_in_flight} steps in flight"
     if case.num_waiting:
         words += f", {case.num_waiting} wait for {'blocks' if case.blocked_by_memory else 'places'}"
-    return words + (", prompts cached" if case.waiting_cached else "")
+    return words + (", prompts cached" if case.waiting_cached else "") + tenants
 
 
 def core_table(rows: list[CoreRow]) -> Table:

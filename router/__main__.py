@@ -22,11 +22,12 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
     """Serves clients until `stop` is set; health is SERVING while the chain behind is up."""
     changed = asyncio.Event()
     link = SchedulerLink(settings.scheduler, on_change=changed.set)
+    generation = GenerationService(settings, tokenizer, link)
     services = [
         Service(
             generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
             add_GenerationServiceServicer_to_server,
-            GenerationService(settings, tokenizer, link),
+            generation,
         )
     ]
     if settings.introspection:
@@ -41,6 +42,8 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
     await server.start(settings.listen)
     log.info("listening", extra={"address": settings.listen, "scheduler": settings.scheduler})
     tasks = [asyncio.create_task(link.run()), asyncio.create_task(_mirror_health(link, server, changed))]
+    if settings.heartbeat_s:
+        tasks.append(asyncio.create_task(generation.heartbeats.run()))
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", extra={"live": link.num_live})

@@ -20,4 +20,7 @@ class RouterSettings(Settings):
         ge=0,
         description="seconds after SIGTERM that new calls are still taken, so that proxies see NOT_SERVING",
     )
+    heartbeat_s: float = Field(
+        15.0, ge=0, description="seconds after which a silent stream says where it waits; 0: never"
+    )
     drain_grace_s: float = Field(30.0, ge=0, description="seconds that live streams get to finish after that")

@@ -122,6 +122,9 @@ class LiveRequest:
 
     Where more sequences are sampled than answered (best_of), all are held back until the last has ended.
 
+    Attributes:
+        num_taken: messages with outputs that were taken.
+
     Args:
         handle: its number on the session.
         on_stop: called with a sequence in whose text a stop string was found.
@@ -141,6 +144,7 @@ class LiveRequest:
         self.streams = [OutputStream(index, request, tokenizer) for index in range(request.num_sequences)]
         self.finished = False
         self.ttft_ms = 0.0
+        self.num_taken = 0
         self._arrival = arrival
         self._on_stop = on_stop
         self._clock = clock
@@ -149,6 +153,7 @@ class LiveRequest:
         self._prompt_logprobs: Logprobs | None = None
         # As the client gets them; None until they are written, empty once they are told.
         self._prompt_messages: list[pb.TokenLogprobs] | None = None
+        self._heartbeat: pb.Heartbeat | None = None
         self._filled = asyncio.Event()
         if request.echo and not self._holds_back:
             self._filled.set()
@@ -208,6 +213,11 @@ class LiveRequest:
         self._refusal = refusal
         self._filled.set()
 
+    def beat(self, heartbeat: pb.Heartbeat) -> None:
+        """Sends a sign of life, unless there is output to send."""
+        self._heartbeat = heartbeat
+        self._filled.set()
+
     async def take(self) -> tuple[pb.GenerateResponse, bool]:
         """The next message to the client as soon as there is one, and whether it is the last.
 
@@ -224,7 +234,9 @@ class LiveRequest:
                 self._filled.set()
                 if not outputs:
                     raise self._refusal
+            heartbeat, self._heartbeat = self._heartbeat, None
             if outputs:
+                self.num_taken += 1
                 response = pb.GenerateResponse(request_id=self.request.request_id, outputs=outputs)
                 if self._prompt_messages:
                     response.prompt_logprobs.extend(self._prompt_messages)
@@ -232,6 +244,8 @@ class LiveRequest:
                 if self.finished:
                     self._conclude(response)
                 return response, self.finished
+            if heartbeat is not None:
+                return pb.GenerateResponse(request_id=self.request.request_id, heartbeat=heartbeat), False
 
     @property
     def _holds_back(self) -> bool:

@@ -97,6 +97,15 @@ class SchedulerLink:
         except grpc.aio.AioRpcError as error:
             raise _no_answer(error) from error
 
+    async def locate(self, handles: list[int]) -> list[tuple[int, int]]:
+        """(session_pb2.Status, place in its queue or -1) of each live request; 0 where the scheduler does not say."""
+        request = pb.LocateRequest(router_id=self._router_id, handles=pack(handles))
+        try:
+            response = await self._stub.Locate(request, timeout=_ANSWER_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return [(pb.STATUS_UNSPECIFIED, -1)] * len(handles)
+        return list(zip(unpack(response.statuses), unpack(response.positions), strict=True))
+
     async def explain(self, request_id: str) -> pb.ExplainResponse:
         """Why a live request is where it is.
 

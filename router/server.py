@@ -13,6 +13,7 @@ from protos.pagewire.v1 import generation_pb2 as pb
 from router.check import ServedModel, check_before_tokenizing, check_length, check_model, check_token_ids, resolve
 from router.client_stream import writing_to
 from router.config import RouterSettings
+from router.heartbeats import Heartbeats
 from router.live_request import LiveRequest
 from router.scheduler_link import SchedulerLink
 from router.tokenizer import ChatTemplateError, Tokenizer
@@ -29,6 +30,7 @@ class GenerationService:
         self._settings = settings
         self._tokenizer = tokenizer
         self._link = link
+        self.heartbeats = Heartbeats(link, settings.heartbeat_s)
         self._live_ids: set[str] = set()
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -38,9 +40,10 @@ class GenerationService:
             writing_to(context, self._settings.write_stall_s) as write,
         ):
             last = False
-            while not last:
-                response, last = await live.take()
-                await write(response)
+            with self.heartbeats.over(live):
+                while not last:
+                    response, last = await live.take()
+                    await write(response)
 
     async def Complete(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.CompleteResponse:
         """Answers the same request whole."""

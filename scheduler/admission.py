@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from scheduler.beam import BeamParams
 from scheduler.block_manager import BlockManager
+from scheduler.fair_queue import FairQueue
 from scheduler.policy import MAX_PRIORITY, MIN_PRIORITY, Policy
 from scheduler.sequence import SequenceGroup
-from scheduler.waiting_queue import WaitingQueue
 
 
 class Reason(enum.Enum):
@@ -25,7 +25,11 @@ class Reason(enum.Enum):
 
 
 class QueueFull(Exception):
-    """The waiting queue holds as much as it may; nothing was changed."""
+    """The waiting queue holds as much as it may; nothing was changed. In `retry_s` seconds there should be room."""
+
+    def __init__(self, message: str, retry_s: float) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 class Admission(enum.Enum):
@@ -60,12 +64,14 @@ class Blocked:
 
 def check_submission(
     policy: Policy,
-    waiting: WaitingQueue,
+    waiting: FairQueue,
     num_prompt_tokens: int,
     n: int,
     max_tokens: int,
     beam: BeamParams | None,
     priority: int,
+    tenant: str,
+    now: float,
 ) -> None:
     """Refuses what can never run, and what there is no room to let wait.
 
@@ -82,10 +88,21 @@ def check_submission(
         raise ValueError(f"{name} ({num_seqs}) is more than the {policy.max_num_seqs} that run together")
     if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise ValueError(f"priority ({priority}) is not in {MIN_PRIORITY} .. {MAX_PRIORITY}")
-    if len(waiting) >= policy.max_waiting_requests:
-        raise QueueFull(f"{len(waiting)} requests are waiting already")
-    if waiting.num_tokens and waiting.num_tokens + num_prompt_tokens > policy.max_waiting_tokens:
-        raise QueueFull(f"requests with {waiting.num_tokens} prompt tokens are waiting already")
+    _check_room(policy, waiting, num_prompt_tokens, tenant, now)
+
+
+def _check_room(policy: Policy, waiting: FairQueue, num_prompt_tokens: int, tenant: str, now: float) -> None:
+    num_waiting, num_tokens, outflow = len(waiting), waiting.num_tokens, waiting.outflow
+    outflow.note(now, num_waiting, waiting.num_entered - num_waiting, waiting.num_tokens_entered - num_tokens)
+    num_own, most_own = waiting.num_waiting_of(tenant), policy.max_waiting_requests_per_tenant
+    if most_own is not None and num_own >= most_own:
+        message = f"{num_own} requests of this tenant are waiting already"
+        raise QueueFull(message, outflow.seconds_for(1, 0, waiting.share_of(tenant)))
+    if num_waiting >= policy.max_waiting_requests:
+        raise QueueFull(f"{num_waiting} requests are waiting already", outflow.refuse(now, 1, 0))
+    if num_tokens and num_tokens + num_prompt_tokens > policy.max_waiting_tokens:
+        message = f"requests with {num_tokens} prompt tokens are waiting already"
+        raise QueueFull(message, outflow.refuse(now, 0, num_prompt_tokens))
 
 
 def can_allocate(

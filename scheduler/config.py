@@ -25,6 +25,9 @@ class SchedulerSettings(Settings):
     )
     max_waiting_requests: int = Field(4096, ge=1, description="requests that wait at most; more are refused")
     max_waiting_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that wait at most, of all requests")
+    max_waiting_requests_per_tenant: int | None = Field(
+        None, ge=1, description="requests of one tenant that wait at most (default: all that may wait)"
+    )
     watermark: float = Field(0.01, ge=0, lt=1, description="share of the blocks that admission leaves free for growth")
     prefix_caching: bool = Field(True, description="find blocks again by the tokens in them")
     chunked_prefill: bool = Field(True, description="let chunks of prompts join the decodes of a step")

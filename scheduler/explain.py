@@ -36,7 +36,7 @@ def explain(core: Scheduler, group: SequenceGroup, serving: bool = True) -> Expl
     queues, blocks = core.queues, core.blocks
     reason, message, position, num_blocks = None, "it runs", None, 0
     if group.status is Status.WAITING:
-        position, num_blocks = queues.waiting.num_ahead(group), num_blocks_to_admit(group, blocks)
+        position, num_blocks = queues.waiting.order().index(group), num_blocks_to_admit(group, blocks)
     elif group.status is Status.SWAPPED:
         position, num_blocks = queues.swapped.index(group), num_blocks_to_swap_in(group, blocks)
     if position is not None:
@@ -73,7 +73,9 @@ def _in_words(core: Scheduler, group: SequenceGroup, reason: Reason, position: i
         case Reason.SWAPPED_GROUPS:
             return f"{len(queues.swapped)} requests that were swapped out come back before others come in"
         case Reason.QUEUE:
-            return f"{position} requests go first"
+            queue = queues.waiting.order() if group.status is Status.WAITING else queues.swapped
+            own = sum(other.tenant == group.tenant for other in queue[:position])
+            return f"{position} requests go first" + ("" if own == position else f", {own} of them its tenant's")
         case Reason.BLOCKS:
             found = ", less those found in the prefix cache" if group.status is Status.WAITING else ""
             kept = f"{blocks.num_free} are free, {core.num_reserved()} kept for what runs"

@@ -32,6 +32,7 @@ it have been run.
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 from scheduler.block_manager import BlockManager
 from scheduler.plan import Plan, Row
@@ -73,6 +74,12 @@ class StepsInFlight:
     def hold(self, group: SequenceGroup) -> bool:
         """Whether something may still come for a preempted group."""
         return bool(self._step_ids) and group.returns_after >= self._step_ids[0]
+
+    def check(self, groups: Iterable[SequenceGroup]) -> None:
+        """Asserts that every token that is expected comes with one of them."""
+        for sequence in (sequence for group in groups for sequence in group.live):
+            num_expected = sequence.num_expected_tokens - sequence.num_tokens
+            assert 0 <= num_expected <= len(self._step_ids), "a token is expected that no step samples"
 
 
 def add_row(

@@ -29,6 +29,7 @@ class Policy:
         max_waiting_requests: groups in the waiting queue beyond which no new one is taken. Preempted ones come back to
             it in any case.
         max_waiting_tokens: prompt tokens of those in the waiting queue, in the same way; one group may always wait.
+        max_waiting_requests_per_tenant: those of one tenant, in the same way; None for no bound beside.
         watermark: share of the blocks that admission leaves free, so that what runs can grow.
         prefix_caching: whether blocks are found again by the tokens in them.
         chunked_prefill: whether chunks of prompts join the decodes of a step (Sarathi-Serve, OSDI'24). Without it a
@@ -43,6 +44,7 @@ class Policy:
     max_num_seqs: int
     max_waiting_requests: int
     max_waiting_tokens: int = 1 << 20
+    max_waiting_requests_per_tenant: int | None = None
     watermark: float = 0.01
     prefix_caching: bool = True
     chunked_prefill: bool = True
@@ -57,8 +59,13 @@ class Policy:
                 f"max_num_seqs ({self.max_num_seqs}) must be at least 1 and at most max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}): every running sequence decodes one token a step"
             )
-        for name in ("max_steps_in_flight", "max_waiting_requests", "max_waiting_tokens"):
-            if getattr(self, name) < 1:
+        for name in (
+            "max_steps_in_flight",
+            "max_waiting_requests",
+            "max_waiting_tokens",
+            "max_waiting_requests_per_tenant",
+        ):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark ({self.watermark}) must be in [0, 1)")

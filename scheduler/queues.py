@@ -2,15 +2,15 @@
 
     waiting --admit--> running --preempt--> waiting, or swapped --swap_in--> running        any --finish--> gone
 
-All three queues are by rank. Which group moves, and when, is the scheduler's to say.
+All three queues are by rank, of those that wait each tenant's. Which group moves, and when, is the scheduler's to say.
 """
 
 from bisect import bisect_left, insort
 from operator import attrgetter
 
 from scheduler.block_manager import BlockManager
+from scheduler.fair_queue import FairQueue
 from scheduler.sequence import Sequence, SequenceGroup, Status
-from scheduler.waiting_queue import WaitingQueue
 
 _by_rank = attrgetter("rank")
 
@@ -29,7 +29,7 @@ class Queues:
     def __init__(self, blocks: BlockManager) -> None:
         self.blocks = blocks
         self.groups: dict[int, SequenceGroup] = {}
-        self.waiting = WaitingQueue()
+        self.waiting = FairQueue()
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
         self.num_running_seqs = 0
@@ -38,11 +38,12 @@ class Queues:
     def submit(self, group: SequenceGroup) -> None:
         """Takes in a new group; it waits."""
         self.groups[group.number] = group
-        self.waiting.push(group)
+        self.waiting.enter(group)
 
     def admit(self, group: SequenceGroup, num_tokens: int, prefix: list[tuple[int, int]]) -> None:
         """Gives a waiting group's root blocks for `num_tokens` tokens, of which `prefix` holds the first."""
-        self.waiting.remove(group)
+        is_new = group.first_scheduled is None
+        self.waiting.admit(group, num_tokens - len(prefix) * self.blocks.block_size if is_new else 0)
         self.blocks.allocate(group.root, num_tokens, prefix)
         self._run(group)
 
@@ -87,6 +88,7 @@ class Queues:
     def leave_for_good(self, group: SequenceGroup) -> None:
         """Takes a group that ends out of its queue."""
         self._leave(group)
+        self.waiting.leave(group)
         del self.groups[group.number]
         if group.known_to_worker:
             self._gone.append(group.number)
@@ -116,6 +118,7 @@ class Queues:
             Status.SWAPPED: {group.number for group in self.swapped},
         }
         assert sum(map(len, places.values())) == len(groups), "a live group is in no queue, or in two"
+        self.waiting.check(groups)
         assert len(self.waiting) == len(places[Status.WAITING])
         assert self.waiting.num_tokens == sum(group.num_prompt_tokens for group in groups if group in self.waiting)
         for group in groups:

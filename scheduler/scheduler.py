@@ -110,6 +110,8 @@ class Scheduler:
         beam: BeamParams | None = None,
         priority: int = 0,
         salt: str = "",
+        tenant: str = "",
+        tenant_weight: float = 1.0,
         now: float,
         deadline: float | None = None,
     ) -> SequenceGroup:
@@ -120,8 +122,8 @@ class Scheduler:
                 beam search with penalties or log-probabilities.
             QueueFull: the queue is at a bound.
         """
-        check_submission(self.policy, self.queues.waiting, len(prompt_token_ids), n, max_tokens, beam, priority)
-        num_seqs = n if beam is None else beam.width
+        num_tokens, num_seqs = len(prompt_token_ids), n if beam is None else beam.width
+        check_submission(self.policy, self.queues.waiting, num_tokens, n, max_tokens, beam, priority, tenant, now)
         number, stops = next(self._numbers), frozenset(stop_token_ids)
         group = SequenceGroup(
             number=number,
@@ -129,13 +131,15 @@ class Scheduler:
             prompt_token_ids=prompt_token_ids,
             n=n,
             wanted_max_tokens=max_tokens,
-            max_tokens=min(max_tokens, max_tokens_that_fit(len(prompt_token_ids), num_seqs, self.blocks)),
+            max_tokens=min(max_tokens, max_tokens_that_fit(num_tokens, num_seqs, self.blocks)),
             min_tokens=min_tokens,
             stop_token_ids=stops,
             sampling=sampling,
             arrival=now,
             rank=(now - priority * self.policy.aging_s, number),
             salt=salt,
+            tenant=tenant,
+            tenant_weight=tenant_weight,
             deadline=deadline,
             beam=BeamSearch(beam, stops, min_tokens) if beam is not None else None,
         )
@@ -239,6 +243,7 @@ class Scheduler:
             self._in_flight.add(plan.step_id)
             plan.blocks_to_swap_out = self.blocks.take_swapped_out()
             plan.forget = self.queues.take_gone()
+            self.queues.waiting.charge(plan.rows)
         assert plan.num_tokens <= self.policy.max_num_batched_tokens, "over budget"
         return plan
 
@@ -258,9 +263,7 @@ class Scheduler:
     def check(self) -> None:
         """Asserts the invariants of queues and blocks; for tests, after every step."""
         self.queues.check(self.policy.max_num_seqs)
-        for sequence in (s for group in self.queues.groups.values() for s in group.live):
-            num_expected = sequence.num_expected_tokens - sequence.num_tokens
-            assert 0 <= num_expected <= len(self._in_flight), "a token is expected that no step samples"
+        self._in_flight.check(self.queues.groups.values())
 
     # What runs
 
@@ -305,7 +308,7 @@ class Scheduler:
         if growth and not self._reserve(plan, group, growth):
             return 0
         for sequence, num_new_tokens in rows:
-            self._add_row(plan, group, sequence, num_new_tokens)
+            add_row(plan, group, sequence, num_new_tokens, blocks, cached=self.policy.prefix_caching)
         return num_extra
 
     def _reserve(self, plan: Plan, group: SequenceGroup, growth: list[tuple[Sequence, int]]) -> bool:
@@ -323,9 +326,6 @@ class Scheduler:
         for sequence, num_tokens in growth:
             plan.blocks_to_copy += self.blocks.append_slots(sequence, num_tokens)
         return True
-
-    def _add_row(self, plan: Plan, group: SequenceGroup, sequence: Sequence, num_new_tokens: int) -> None:
-        add_row(plan, group, sequence, num_new_tokens, self.blocks, cached=self.policy.prefix_caching)
 
     # What waits
 
@@ -357,7 +357,7 @@ class Scheduler:
         return None
 
     def _admit(self, plan: Plan, now: float) -> None:
-        """Lets waiting groups in by rank, the first that can not come in holds up all others: nobody is overtaken."""
+        """Lets waiting groups in in turn; the first that can not come in holds up all others: nobody is overtaken."""
         while (group := self.queues.waiting.head()) and not self.queues.swapped:
             num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
             if (reason := self._why_not_yet(group, plan, num_tokens_left, now)) is not None:
@@ -388,7 +388,8 @@ class Scheduler:
                 group.num_cached_prompt_tokens = group.root.num_computed_tokens
                 self.num_looked_up_tokens += group.num_prompt_tokens
                 self.num_found_tokens += group.num_cached_prompt_tokens
-            self._add_row(plan, group, group.root, min(num_missing, num_tokens_left))
+            num_tokens = min(num_missing, num_tokens_left)
+            add_row(plan, group, group.root, num_tokens, self.blocks, cached=self.policy.prefix_caching)
         return None
 
     def _why_not_yet(self, group: SequenceGroup, plan: Plan, num_tokens_left: int, now: float) -> Reason | None:
@@ -403,9 +404,7 @@ class Scheduler:
             return Reason.SEQUENCES
         # The delay factor lets prompts gather, so that decodes are held up less often.
         delay_s = self.policy.delay_factor * self._prefill_step_s
-        if self.queues.running and now - group.arrival < delay_s:
-            return Reason.DELAY
-        return None
+        return Reason.DELAY if self.queues.running and now - group.arrival < delay_s else None
 
     def _hold_up(self, group: SequenceGroup, reason: Reason) -> None:
         self._held_up = (group, reason)

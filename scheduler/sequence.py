@@ -157,6 +157,8 @@ class SequenceGroup:
         arrival: time of submission, s.
         rank: who goes first: the least. Unique.
         salt: groups of different salts never share blocks.
+        tenant: who is served; groups of one tenant wait for each other.
+        tenant_weight: its share, beside those of others.
         deadline: time after which nobody waits for it, s; None for never.
         beam: set for a beam search, whose sequences come and go; it starts with one.
         sequences: all that the client gets, by index; of a beam search those that are searched, until it has ended.
@@ -188,6 +190,8 @@ class SequenceGroup:
     arrival: float
     rank: tuple[float, int]
     salt: str = ""
+    tenant: str = ""
+    tenant_weight: float = 1.0
     deadline: float | None = None
     beam: BeamSearch | None = None
     sequences: list[Sequence] = field(init=False)
@@ -208,6 +212,8 @@ class SequenceGroup:
     num_told: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 < self.tenant_weight < float("inf"):
+            raise ValueError(f"tenant_weight ({self.tenant_weight}) must be over 0, and finite")
         self.cap(self.max_tokens)
         num_sequences = self.n if self.beam is None else 1
         self.sequences = [Sequence(index, len(self.prompt_token_ids)) for index in range(num_sequences)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 
@@ -14,7 +15,7 @@ from protos.rpc import SESSION_PROTOCOL_VERSION
 from scheduler.admission import QueueFull
 from scheduler.beam import BeamParams, EarlyStopping
 from scheduler.config import SchedulerSettings
-from scheduler.describe import describe, describe_request
+from scheduler.describe import describe, describe_request, locate
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup
@@ -89,6 +90,10 @@ class SessionService:
     async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> pb.GetStateResponse:
         """Queues and blocks as they are now."""
         return describe(self._core(), self._loop)
+
+    async def Locate(self, request: pb.LocateRequest, context: grpc.aio.ServicerContext) -> pb.LocateResponse:
+        """Where some of a router's requests are."""
+        return locate(self._core(), self._sessions.find_all(request.router_id, unpack(request.handles)))
 
     async def Explain(self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext) -> pb.ExplainResponse:
         """Why a live request is where it is."""
@@ -201,7 +206,7 @@ class SessionService:
                 group = self._submit_to_core(submit)
             except QueueFull as full:
                 code = grpc.StatusCode.RESOURCE_EXHAUSTED
-                return _reject(outbox, submit.handle, code, str(full), _RETRY_DELAY_MS)
+                return _reject(outbox, submit.handle, code, str(full), math.ceil(full.retry_s * 1e3))
             except ValueError as error:
                 return _reject(outbox, submit.handle, grpc.StatusCode.INVALID_ARGUMENT, str(error))
             self._sessions.add(session, submit.handle, group)
@@ -227,6 +232,8 @@ class SessionService:
             beam=beam,
             priority=submit.priority,
             salt=submit.cache_salt,
+            tenant=submit.tenant,
+            tenant_weight=submit.tenant_weight or 1.0,
             now=now,
             deadline=now + submit.timeout_ms / 1e3 if submit.timeout_ms else None,
         )

@@ -193,6 +193,12 @@ class Sessions:
         """The ticket of a live request."""
         return self._by_request_id.get(request_id)
 
+    def find_all(self, router_id: str, handles: "array[int]") -> list[SequenceGroup | None]:
+        """A router's requests by their handles; None for those that are not live."""
+        session = self._sessions.get(router_id)
+        tickets = [session.tickets.get(handle) for handle in handles] if session is not None else [None] * len(handles)
+        return [ticket.group if ticket is not None and ticket.group.live else None for ticket in tickets]
+
     def end(self, ticket: Ticket, now: float) -> None:
         """A request has ended: its id is free for another, its ticket stays for resumption until `purge`."""
         self._release(ticket)

@@ -1,6 +1,7 @@
-"""The waiting queue: who waits, and in which order.
+"""The waiting queue of one tenant: who waits, and in which order. Whose turn it is among tenants, `fair_queue.py` says.
 
-WHY NOTHING STARVES. A group's rank is `arrival - priority * aging_s`, fixed at its arrival: waiting makes a group rise
+WHY NOTHING STARVES, for one tenant; with several this gets a group to the first place of its own, and `fair_queue.py`
+goes on from there. A group's rank is `arrival - priority * aging_s`, fixed at its arrival: waiting makes a group rise
 only because later ones come in further back, so priorities age without anybody being sorted again. Take a group G.
 
 1. Only a group that arrived less than `(MAX_PRIORITY - G's priority) * aging_s` seconds after G can be ahead of it. So
@@ -22,6 +23,7 @@ wait for results before it has something to plan, in up to d - 1 of d plans: d t
 """
 
 import heapq
+from operator import attrgetter
 
 from scheduler.sequence import SequenceGroup
 
@@ -64,9 +66,11 @@ class WaitingQueue:
         """Lets a group go, from wherever it stands."""
         del self._members[group.number]
         self.num_tokens -= group.num_prompt_tokens
-        if self._heap and self._heap[0][1] is group:
+        if not self._members:
+            self._heap.clear()
+        elif self._heap[0][1] is group:
             heapq.heappop(self._heap)
 
-    def num_ahead(self, group: SequenceGroup) -> int:
-        """Groups that go before `group`; looks at all of them."""
-        return sum(member.rank < group.rank for member in self._members.values())
+    def order(self) -> list[SequenceGroup]:
+        """All groups, first to last."""
+        return sorted(self._members.values(), key=attrgetter("rank"))

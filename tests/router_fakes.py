@@ -17,7 +17,7 @@ from protos.errors import Refusal
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 from protos.rpc import Server, Service, dial, wait_for_serving
-from protos.session_pb2_grpc import add_SessionServiceServicer_to_server
+from protos.session_pb2_grpc import SessionServiceServicer, add_SessionServiceServicer_to_server
 from router.config import RouterSettings
 from router.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ def finished(
 
 
 @dataclass
-class FakeScheduler:
+class FakeScheduler(SessionServiceServicer):
     """Welcomes one router, and keeps what it sends.
 
     Attributes:

@@ -297,3 +297,17 @@ async def test_while_a_long_prompts_log_probabilities_are_written_tokens_may_com
     live.push(0, 1, list(b"b"), end())
     response, last = await taking
     assert (response.outputs[0].text, len(response.prompt_logprobs), last) == ("ab", 999, True)
+
+
+async def test_a_heartbeat_is_sent_alone_and_output_goes_before_it(live):
+    live.beat(pb.Heartbeat(queue_position=3))
+    assert await live.take() == (pb.GenerateResponse(request_id="r", heartbeat=pb.Heartbeat(queue_position=3)), False)
+    assert live.num_taken == 0
+    live.push(0, 0, list(b"a"), None)
+    live.beat(pb.Heartbeat(queue_position=0))
+    response, _ = await live.take()
+    assert response.outputs[0].text == "a"
+    assert not response.HasField("heartbeat")
+    live.push(0, 1, list(b"b"), end())
+    response, last = await live.take()
+    assert (response.outputs[0].text, last, response.HasField("heartbeat")) == ("b", True, False)

@@ -203,6 +203,11 @@ async def test_a_status_is_the_same_named_error_in_both_clients(target, client, 
         assert (error.violations, error.retry_after_s) == (refusal.violations, retry_after_s)
 
 
+def test_heartbeats_are_no_deltas(client, fake):
+    fake.script = lambda request: iter([pb.GenerateResponse(heartbeat=pb.Heartbeat(queue_position=2)), delta("some")])
+    assert [piece.text for piece in client.stream("Hi")] == ["some"]
+
+
 def test_what_came_before_an_error_is_given_first(client, fake):
     def script(request):
         yield delta("some")

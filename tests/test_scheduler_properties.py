@@ -94,8 +94,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, 10, -3]),
         patience=st.none() | st.floats(0.5, 20),
         asks=st.sampled_from([False, False, True]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
     )
-    def submit(self, prompt, branch, salt, n, beam, max_tokens, min_tokens, priority, patience, asks):
+    def submit(self, prompt, branch, salt, n, beam, max_tokens, min_tokens, priority, patience, asks, tenant):
         num_waiting, num_tokens = self.core.num_waiting, self.core.queues.waiting.num_tokens
         try:
             group = self.core.submit(
@@ -110,6 +111,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 beam=beam,
                 priority=priority,
                 salt=salt,
+                tenant=tenant,
+                tenant_weight=3.0 if tenant == "b" else 1.0,
                 now=self.now,
                 deadline=None if patience is None else self.now + patience,
             )

@@ -38,6 +38,9 @@ class HandRouter:
         )
         await self.call.write(pb.SessionRequest(submit=submit))
 
+    async def explain(self, request_id: str) -> pb.ExplainResponse:
+        return await self._stub.Explain(pb.ExplainRequest(request_id=request_id))
+
     async def next(self, kind: str) -> pb.SessionResponse:
         """The next message of this kind; others are passed over."""
         while (message := await self.call.read()).WhichOneof("message") != kind:
@@ -241,6 +244,31 @@ async def test_cancel_is_idempotent_and_an_unknown_handle_is_no_error():
         assert len(await router.tokens(3)) == 3
         await router.call.write(pb.SessionRequest(ping=pb.Ping(nonce=5)))
         assert (await router.next("pong")).pong.nonce == 5
+        router.call.cancel()
+
+
+async def test_tenants_take_turns_and_one_can_not_fill_the_queue():
+    worker = FakeWorker()
+    async with plane_and_router(worker, max_num_seqs=1, max_waiting_requests_per_tenant=4) as (plane, router):
+        await router.open()
+        worker.gate.clear()
+        await router.submit(max_tokens=1, tenant="many")
+        await plane.until(lambda state: state.num_running == 1)
+        for handle in range(2, 7):
+            await router.submit(handle, f"many-{handle}", max_tokens=1, tenant="many")
+        rejected = (await router.next("rejected")).rejected
+        assert (rejected.handle, rejected.code) == (6, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+        assert 100 <= rejected.retry_delay_ms <= 60_000
+        for handle in range(7, 10):
+            await router.submit(handle, f"few-{handle}", max_tokens=1, tenant="few", tenant_weight=100.0)
+        await plane.until(lambda state: state.num_waiting == 7)
+        last = await router.explain("many-5")
+        assert (last.queue_position, last.message) == (6, "6 requests go first, 3 of them its tenant's")
+        worker.gate.set()
+        order: list[int] = []
+        while len(order) < 8:
+            order += [row[0] for row in outputs_of(await router.next("step_outputs"))]
+        assert order in ([1, 7, 8, 9, 2, 3, 4, 5], [1, 2, 7, 8, 9, 3, 4, 5])
         router.call.cancel()
 
 
