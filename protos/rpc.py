@@ -63,7 +63,7 @@ def dial(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
     Raises:
         TlsError: the files of `tls` can not be used.
     """
-    options = [
+    options: list[tuple[str, int | str]] = [
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
         ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
@@ -77,6 +77,9 @@ def dial(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
     ]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
+    if address.startswith("unix:"):
+        # No certificate can name a socket's path.
+        options.append(("grpc.ssl_target_name_override", "localhost"))
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)
 
 
