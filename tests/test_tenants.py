@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ import pytest
 from authority import Authority, replace
 from fakes import FakeWorker, control_plane, request
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from router_fakes import router_alone
 
+from pagewire.access import Access, AccessError
+from pagewire.client import AsyncClient
 from pagewire.errors import from_rpc_error
 from pagewire.launch import free_port
 from protos.pagewire.v1 import generation_pb2 as pb
@@ -243,11 +247,11 @@ async def test_limits_of_a_tenant_are_told_and_kept_with_a_delay_for_the_retry(t
         assert error.retry_after_s > 0
         worker.gate.set()
         await mine
-        for _ in range(5):
+        for _ in range(4):
             await plane.generation.Complete(request("p" * 30, max_tokens=120), metadata=bearing("z"))
         error = await refusal_of(plane.generation.Complete(request("p" * 30), metadata=bearing("z")))
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TENANT_TOKENS_EXHAUSTED")
-        assert 0 < error.retry_after_s <= 18  # 150 owed and 30 wanted, at ten a second
+        assert 0 < error.retry_after_s <= 3  # 600 are used and 30 wanted, at ten a second
 
 
 @pytest.mark.parametrize(
@@ -295,3 +299,59 @@ async def test_grpcurl_gets_through_with_the_ca_and_a_token(tokens, tmp_path):
         assert '"model": "fake"' in answer.stdout, answer.stderr
         assert "Unauthenticated" in (await asyncio.to_thread(grpcurl)).stderr
         plane.introspection = Introspection(plane.introspection, bearing("a"))
+
+
+async def test_our_own_client_and_command_line_get_in_with_tls_and_a_token(tokens, tmp_path):
+    authority, address = Authority(tmp_path), f"127.0.0.1:{free_port()}"
+    tls, alice = authority.server(client_ca=True), authority.client("alice")
+    files = {"tls_certificate": tls.certificate, "tls_key": tls.key, "tls_client_ca": tls.client_ca}
+    worker = FakeWorker()
+    options = {"listen": address, "auth_tokens": tokens, **files}
+    arguments = ["--ca", str(authority.ca), "--certificate", str(alice.certificate), "--key", str(alice.key)]
+
+    def pagewire(*arguments: str, token: str = "a") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pagewire.cli", *arguments, "--target", address]
+        environment = os.environ | {"PAGEWIRE_CLIENT_TOKEN": token}
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
+
+    async with control_plane(worker, router=options, client_tls=alice) as plane:
+        plane.introspection = Introspection(plane.introspection, bearing("a"))
+        access = Access(ca=authority.ca, certificate=alice.certificate, key=alice.key, token="a")
+        async with AsyncClient(address, access) as client:
+            assert (await client.generate("p", max_tokens=3)).text == "The"
+        generated = await asyncio.to_thread(pagewire, *arguments, "generate", "p", "--max-tokens", "3")
+        assert generated.stdout.strip() == "The", generated.stderr
+        shown = await asyncio.to_thread(pagewire, *arguments, "top", "--once")
+        assert "running=0" in shown.stdout, shown.stderr
+        refused = await asyncio.to_thread(lambda: pagewire(*arguments, "generate", "p", token="b"))
+        assert "this token is not known" in refused.stderr
+        assert "no server answers" in (await asyncio.to_thread(pagewire, "generate", "p")).stderr
+
+
+def test_files_of_a_client_that_can_not_be_used_are_named(tmp_path):
+    with pytest.raises(AccessError, match=r"cannot read /missing\.pem"):
+        AsyncClient("localhost:1", Access(ca="/missing.pem"))
+    with pytest.raises(AccessError, match="--certificate and --key: give both"):
+        AsyncClient("localhost:1", Access(certificate="a.pem"))
+
+
+async def test_the_scheduler_is_told_who_the_tenant_is_and_what_its_share_is(tokens):
+    async with router_alone(auth_tokens=tokens) as plane:
+        call = plane.generation.Complete(pb.GenerateRequest(text="p", request_id="r"), metadata=bearing("a"))
+        submit = await plane.scheduler.submitted()
+        assert (submit.tenant, submit.tenant_weight) == ("acme", 2.0)
+        assert (submit.request_id, submit.cache_salt) == ("acme/r", "acme/")
+        call.cancel()
+
+
+async def test_a_request_that_no_scheduler_computed_costs_its_tenant_nothing(tokens):
+    async with router_alone(auth_tokens=tokens) as plane:
+        for handle in range(1, 5):  # of 600 tokens a minute each would take 190
+            call = plane.generation.Complete(request("p" * 190), metadata=bearing("z"))
+            assert (await plane.scheduler.submitted()).handle == handle
+            await plane.scheduler.reject(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full", handle)
+            assert "the queue is full" in str(await refusal_of(call))
+            assert (await plane.scheduler.heard.get()).HasField("cancel")
+        last = plane.generation.Complete(request("p" * 190), metadata=bearing("z"))
+        await plane.scheduler.submitted()
+        last.cancel()
