@@ -125,7 +125,8 @@ class SchedulerLink:
                 await self._converse(call)
                 log.warning("scheduler closed the session")
             except TimeoutError:
-                log.warning("no connection to the scheduler", extra={"details": await self._line.obstacle()})
+                if obstacle := await self._line.obstacle():
+                    log.warning("no connection to the scheduler", extra={"details": obstacle})
             except grpc.aio.AioRpcError as error:
                 log.warning("session lost", extra={"code": error.code().name, "details": error.details()})
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:

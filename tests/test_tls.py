@@ -109,6 +109,7 @@ async def test_a_stream_goes_on_over_a_rotation_and_new_connections_see_the_new_
     async with control_plane(worker, router={"listen": address, **files}, client_tls=authority.client()) as plane:
         worker.gate.clear()
         call = plane.generation.Generate(request("p", max_tokens=50))
+        await plane.until(lambda state: state.num_running == 1)
         port = int(address.rpartition(":")[2])
         before = await asyncio.to_thread(shown_serial_number, port, authority.ca)
         authority.issue("server")
