@@ -16,12 +16,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pagewire.access import Access
 from pagewire.client import AsyncClient
 from pagewire.errors import PagewireError, RequestError
 from pagewire.request import Options
 
 OPEN_LOOP_TESTS = ("w4",)
 _WARM = "warm"
+_OPEN = Access()
 _FIELDS = {"ids", "max_tokens", "gap"}
 Workload = dict[str, list[list[dict[str, Any]]]]
 
@@ -155,6 +157,7 @@ async def run(
     on_start: Callable[[str, int, int], None] = lambda test, repetition, tokens: None,
     on_tokens: Callable[[int], None] = lambda count: None,
     on_row: Callable[[Row], None] = lambda row: None,
+    access: Access = _OPEN,
 ) -> list[Row]:
     """Warms the server up, then plays each test as often as told, the tests in turn.
 
@@ -168,6 +171,7 @@ async def run(
         on_start: takes test, repetition and expected tokens of the run that begins.
         on_tokens: takes the number of tokens that just came.
         on_row: takes the result of each run.
+        access: how to get in.
 
     Raises:
         BenchError: the workload has no such test.
@@ -178,7 +182,7 @@ async def run(
             known = ", ".join(name for name in workload if name != _WARM)
             raise BenchError(f"the workload has no test {test!r}; it has {known}")
     rows = []
-    async with AsyncClient(target) as client:
+    async with AsyncClient(target, access) as client:
         if workload.get(_WARM):
             warm = records(workload, _WARM, rate, 0)
             on_start(_WARM, 0, sum(row.max_tokens for row in warm))

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pagewire import bench, state
+from pagewire.access import Access
 from pagewire.bench import Row
 from pagewire.client import Client
 from pagewire.processes import peak_resident_bytes
@@ -31,6 +32,8 @@ _TABLE = (
     ("tokens", ("out_tok",), "{:.0f}"),
 )
 
+_OPEN = Access()
+
 
 def run(
     target: str,
@@ -42,6 +45,7 @@ def run(
     memory_of: int | None,
     json_file: Path | None,
     console: Console,
+    access: Access = _OPEN,
 ) -> None:
     """Plays the workload, prints a table of the best run of each test, and writes everything to `json_file`.
 
@@ -54,9 +58,10 @@ def run(
         memory_of: a process whose tree's peak memory is noted; None for that of the local cluster at `target`.
         json_file: None to write none.
         console: shows progress and table.
+        access: how to get in.
     """
     workload = bench.load(workload_file)
-    with Client(target) as client:
+    with Client(target, access) as client:
         model = client.model(timeout=10)
     pids = [memory_of] if memory_of is not None else _local_pids(target)
     columns = (
@@ -73,6 +78,7 @@ def run(
                 target,
                 workload,
                 tests,
+                access=access,
                 rate=rate,
                 repetitions=repetitions,
                 rss_mb=lambda: peak_resident_bytes(pids) >> 20 if pids else None,

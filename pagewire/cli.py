@@ -1,4 +1,4 @@
-"""The command line: `pagewire up|down|status|health|model|generate|chat|tokenize|top|explain|bench|demo`.
+"""The command line: `pagewire up|down|status|health|model|generate|chat|tokenize|top|explain|bench|demo|token`.
 
 Options and help stand here, what the commands do in the modules that they import when they run: `pagewire --help` and
 `pagewire health` start fast.
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pagewire.access import Access
 from pagewire.client import DEFAULT_TARGET
 from pagewire.errors import DeadlineExceeded, PagewireError, RequestError, Unavailable
 
@@ -35,7 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Pagewire serves large language models over gRPC.",
+    help="Pagewire serves large language models over gRPC. Options of access, as --token, stand before the command.",
 )
 
 
@@ -78,6 +79,39 @@ TypicalP = Annotated[float | None, typer.Option(help="Sample from the tokens of 
 Seed = Annotated[int | None, typer.Option(help="Same request, same seed, same answer.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End an answer at this text; may be repeated.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds for the whole request.")]
+
+
+@app.callback()
+def access(
+    ctx: typer.Context,
+    tls: Annotated[bool, typer.Option("--tls", envvar="PAGEWIRE_CLIENT_TLS", help="Connect with TLS.")] = False,
+    ca: Annotated[
+        Path | None, typer.Option(envvar="PAGEWIRE_CLIENT_CA", help="CA certificates to trust; says --tls too.")
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(envvar="PAGEWIRE_CLIENT_CERTIFICATE", help="Shown where a server asks for one.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(envvar="PAGEWIRE_CLIENT_KEY", help="The certificate's key.")] = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="PAGEWIRE_CLIENT_TOKEN", help="Sent with each call; others see arguments.")
+    ] = None,
+) -> None:
+    """How to get in stands before the command, and counts for all that talk to a server."""
+    ctx.obj = Access(tls, ca, certificate, key, token)
+
+
+token_app = typer.Typer(no_args_is_help=True, help="Tokens for `router --auth-tokens`.")
+app.add_typer(token_app, name="token")
+
+
+@token_app.command("new")
+def token_new(name: Annotated[str, typer.Argument(help="The tenant's name.")]) -> None:
+    """Make a token: on standard output its entry for the token file, on standard error itself, this once."""
+    from pagewire.tokens import new
+
+    token, entry = new(name)
+    typer.echo(entry)
+    typer.echo(f"the token, which is not kept anywhere: {token}", err=True)
 
 
 @app.command()
@@ -162,6 +196,7 @@ def status(port: Port = 50051) -> None:
 
 @app.command()
 def health(
+    ctx: typer.Context,
     target: Annotated[str, typer.Argument(help="HOST:PORT or unix:PATH.")] = DEFAULT_TARGET,
     service: Annotated[str, typer.Option(help="One service's full name; the whole server without.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 2.0,
@@ -169,7 +204,7 @@ def health(
     """Exit 0 if a server is SERVING, else 1."""
     from pagewire.health import SERVING, check
 
-    answer = check(target, service, timeout)
+    answer = check(target, service, timeout, ctx.obj)
     typer.echo(answer)
     if answer != SERVING:
         raise typer.Exit(1)
@@ -185,6 +220,7 @@ def model_(name: Annotated[str, typer.Argument(help="As for `up --model`.")] = "
 
 @app.command()
 def generate(
+    ctx: typer.Context,
     prompt: str,
     target: Target = DEFAULT_TARGET,
     max_tokens: MaxTokens = None,
@@ -245,7 +281,7 @@ def generate(
         prompt_logprobs=prompt_logprobs,
         token_ids=json,
     )
-    with Client(target) as client:
+    with Client(target, ctx.obj) as client:
         if json:
             typer.echo(terminal.as_json(client.generate(prompt, timeout=timeout, **options)))
             return
@@ -266,6 +302,7 @@ def _biases(words: list[str] | None) -> dict[int, float] | None:
 
 @app.command()
 def chat(
+    ctx: typer.Context,
     target: Target = DEFAULT_TARGET,
     system: Annotated[str | None, typer.Option(help="What the assistant is told first.")] = None,
     max_tokens: MaxTokens = None,
@@ -290,21 +327,22 @@ def chat(
         seed=seed,
         stop=stop or None,
     )
-    with Client(target) as client:
+    with Client(target, ctx.obj) as client:
         Conversation(client, system, options, _console(stderr=True)).run()
 
 
 @app.command()
-def tokenize(text: str, target: Target = DEFAULT_TARGET) -> None:
+def tokenize(ctx: typer.Context, text: str, target: Target = DEFAULT_TARGET) -> None:
     """Print the token ids of a text as JSON."""
     from pagewire.client import Client
 
-    with Client(target) as client:
+    with Client(target, ctx.obj) as client:
         typer.echo(client.tokenize(text))
 
 
 @app.command()
 def top(
+    ctx: typer.Context,
     target: Target = DEFAULT_TARGET,
     interval: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds between two states.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show the state now, and leave.")] = False,
@@ -312,19 +350,20 @@ def top(
     """Watch queues, blocks and steps; a line for each state where standard output is no terminal."""
     from pagewire import top
 
-    top.run(target, interval, once=once, console=_console())
+    top.run(target, interval, once=once, console=_console(), access=ctx.obj)
 
 
 @app.command()
-def explain(request_id: str, target: Target = DEFAULT_TARGET) -> None:
+def explain(ctx: typer.Context, request_id: str, target: Target = DEFAULT_TARGET) -> None:
     """Say why a live request is where it is."""
     from pagewire.explain import show
 
-    show(target, request_id, _console())
+    show(target, request_id, _console(), ctx.obj)
 
 
 @app.command()
 def bench(
+    ctx: typer.Context,
     workload: Annotated[Path, typer.Option(help="The workload's JSON file.", exists=True, dir_okay=False)],
     tests: Annotated[str, typer.Option(help="Tests of the workload, with commas between.")] = "w1,w2,w3,w4",
     rate: Annotated[float, typer.Option(min=0.001, help="Requests a second, for w4.")] = 4.2,
@@ -345,6 +384,7 @@ def bench(
         memory_of=memory_of,
         json_file=json,
         console=_console(),
+        access=ctx.obj,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from pagewire import results
+from pagewire.access import Access
 from pagewire.errors import from_rpc_error
 from pagewire.request import (
     Message,
@@ -50,7 +51,9 @@ CHANNEL_OPTIONS = [
 ]
 
 Response = TypeVar("Response")
+Metadata = tuple[tuple[str, str], ...]
 _END: Any = grpc.aio.EOF
+_OPEN = Access()
 
 
 class Stream:
@@ -152,21 +155,26 @@ class AsyncStream:
 class Client:
     """A connection to a Pagewire server; safe to share between threads. `timeout` is in seconds, None for no limit.
 
+    `access` says how to get in where a server asks: `Client("host:443", Access(tls=True, token="..."))`.
+
     Every method raises the errors of `pagewire.errors`.
     """
 
-    def __init__(self, target: str = DEFAULT_TARGET) -> None:
+    def __init__(self, target: str = DEFAULT_TARGET, access: Access = _OPEN) -> None:
         self.target = target
-        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._channel = access.channel(target, CHANNEL_OPTIONS)
+        self._metadata = access.metadata
         self._stub = GenerationServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """The whole answer to a text, to token ids, or to chat messages."""
-        return results.completion(_call(self._stub.Complete, generate_request(prompt, options), timeout))
+        return results.completion(
+            _call(self._stub.Complete, generate_request(prompt, options), timeout, self._metadata)
+        )
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
         """The same answer as it is made. Errors of the request come with the first delta."""
-        return Stream(self._stub.Generate(generate_request(prompt, options), timeout=timeout))
+        return Stream(self._stub.Generate(generate_request(prompt, options), timeout=timeout, metadata=self._metadata))
 
     def chat(
         self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
@@ -188,17 +196,21 @@ class Client:
         timeout: float | None = None,
     ) -> list[int]:
         """The token ids that `generate` would see for a text or for chat messages."""
-        return list(_call(self._stub.Tokenize, tokenize_request(prompt, add_special_tokens), timeout).token_ids)
+        return list(
+            _call(self._stub.Tokenize, tokenize_request(prompt, add_special_tokens), timeout, self._metadata).token_ids
+        )
 
     def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None, timeout: float | None = None
     ) -> str:
         """The text of token ids."""
-        return _call(self._stub.Detokenize, detokenize_request(token_ids, skip_special_tokens), timeout).text
+        return _call(
+            self._stub.Detokenize, detokenize_request(token_ids, skip_special_tokens), timeout, self._metadata
+        ).text
 
     def model(self, *, timeout: float | None = None) -> Model:
         """What is served, and within which limits."""
-        return results.model(_call(self._stub.GetModel, pb.GetModelRequest(), timeout))
+        return results.model(_call(self._stub.GetModel, pb.GetModelRequest(), timeout, self._metadata))
 
     def close(self) -> None:
         """Closes the connection; live streams are cancelled."""
@@ -216,18 +228,23 @@ class Client:
 class AsyncClient:
     """The same as `Client` for asyncio; made inside the loop that uses it. Cancelling a task cancels its call."""
 
-    def __init__(self, target: str = DEFAULT_TARGET) -> None:
+    def __init__(self, target: str = DEFAULT_TARGET, access: Access = _OPEN) -> None:
         self.target = target
-        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._channel = access.aio_channel(target, CHANNEL_OPTIONS)
+        self._metadata = access.metadata
         self._stub = GenerationServiceStub(self._channel)
 
     async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """The whole answer to a text, to token ids, or to chat messages."""
-        return results.completion(await _acall(self._stub.Complete, generate_request(prompt, options), timeout))
+        return results.completion(
+            await _acall(self._stub.Complete, generate_request(prompt, options), timeout, self._metadata)
+        )
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
         """The same answer as it is made. Errors of the request come with the first delta."""
-        return AsyncStream(self._stub.Generate(generate_request(prompt, options), timeout=timeout))
+        return AsyncStream(
+            self._stub.Generate(generate_request(prompt, options), timeout=timeout, metadata=self._metadata)
+        )
 
     async def chat(
         self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
@@ -250,18 +267,18 @@ class AsyncClient:
     ) -> list[int]:
         """The token ids that `generate` would see for a text or for chat messages."""
         request = tokenize_request(prompt, add_special_tokens)
-        return list((await _acall(self._stub.Tokenize, request, timeout)).token_ids)
+        return list((await _acall(self._stub.Tokenize, request, timeout, self._metadata)).token_ids)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None, timeout: float | None = None
     ) -> str:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens)
-        return (await _acall(self._stub.Detokenize, request, timeout)).text
+        return (await _acall(self._stub.Detokenize, request, timeout, self._metadata)).text
 
     async def model(self, *, timeout: float | None = None) -> Model:
         """What is served, and within which limits."""
-        return results.model(await _acall(self._stub.GetModel, pb.GetModelRequest(), timeout))
+        return results.model(await _acall(self._stub.GetModel, pb.GetModelRequest(), timeout, self._metadata))
 
     async def close(self) -> None:
         """Closes the connection; live streams are cancelled."""
@@ -276,15 +293,17 @@ class AsyncClient:
         await self.close()
 
 
-def _call(method: Callable[..., Response], request: object, timeout: float | None) -> Response:
+def _call(method: Callable[..., Response], request: object, timeout: float | None, metadata: Metadata) -> Response:
     try:
-        return method(request, timeout=timeout)
+        return method(request, timeout=timeout, metadata=metadata)
     except grpc.RpcError as error:
         raise from_rpc_error(error) from None
 
 
-async def _acall(method: Callable[..., Awaitable[Response]], request: object, timeout: float | None) -> Response:
+async def _acall(
+    method: Callable[..., Awaitable[Response]], request: object, timeout: float | None, metadata: Metadata
+) -> Response:
     try:
-        return await method(request, timeout=timeout)
+        return await method(request, timeout=timeout, metadata=metadata)
     except grpc.RpcError as error:
         raise from_rpc_error(error) from None

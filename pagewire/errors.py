@@ -56,6 +56,10 @@ class QueueFull(RequestError):
     """The server takes no more requests now; try again after `retry_after_s`."""
 
 
+class Unauthenticated(RequestError):
+    """The server wants a token, and got none or one that it does not know."""
+
+
 class DeadlineExceeded(RequestError):
     """The request's `timeout` has passed."""
 
@@ -78,6 +82,7 @@ _NAMED: dict[grpc.StatusCode, type[RequestError]] = {
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
     grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFull,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.UNAVAILABLE: Unavailable,

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from pagewire.access import Access
 from pagewire.introspection import introspection
 from protos.pagewire.v1 import introspection_pb2 as pb
 
+_OPEN = Access()
 _TIMEOUT_S = 5.0
 _STATUS = {
     pb.REQUEST_STATUS_WAITING: "waiting",
@@ -15,15 +17,15 @@ _STATUS = {
 }
 
 
-def show(target: str, request_id: str, console: Console) -> None:
+def show(target: str, request_id: str, console: Console, access: Access = _OPEN) -> None:
     """Prints what the server says of a request.
 
     Raises:
         RequestError: NotFound where no live request has this id.
     """
-    with introspection(target) as stub:
+    with introspection(target, access) as stub:
         request = pb.ExplainRequestRequest(request_id=request_id)
-        facts = stub.ExplainRequest(request, timeout=_TIMEOUT_S)
+        facts = stub.ExplainRequest(request, timeout=_TIMEOUT_S, metadata=access.metadata)
     for name, words in explained(facts):
         console.print(f"{name:<10} {words}", markup=False)
 

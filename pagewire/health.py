@@ -3,18 +3,22 @@
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pagewire.access import Access
+
 SERVING = "SERVING"
+_OPEN = Access()
 
 
-def check(target: str, service: str = "", timeout_s: float = 2.0) -> str:
+def check(target: str, service: str = "", timeout_s: float = 2.0, access: Access = _OPEN) -> str:
     """The health of one service, or of the whole server, in gRPC's words; a sentence where nobody answers it.
 
     Args:
         target: "host:port" or "unix:/path".
         service: a full name like "pagewire.v1.GenerationService"; "" for the whole server.
         timeout_s: bounds the wait for a connection and an answer.
+        access: TLS, if the server wants it.
     """
-    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with access.channel(target, [("grpc.enable_http_proxy", 0)]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)

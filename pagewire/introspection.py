@@ -5,25 +5,28 @@ from contextlib import contextmanager
 
 import grpc
 
+from pagewire.access import Access
 from pagewire.client import CHANNEL_OPTIONS
 from pagewire.errors import Unsupported, from_rpc_error
 from protos.errors import Refusal
 from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 
+_OPEN = Access()
+
 
 @contextmanager
-def introspection(target: str) -> Iterator[IntrospectionServiceStub]:
+def introspection(target: str, access: Access = _OPEN) -> Iterator[IntrospectionServiceStub]:
     """The service of the server at `target` while the `with` block lasts.
 
     Raises:
         RequestError: a call in the block failed; Unsupported where the server shows no state.
     """
-    with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+    with access.channel(target, CHANNEL_OPTIONS) as channel:
         try:
             yield IntrospectionServiceStub(channel)
         except grpc.RpcError as error:
             named = from_rpc_error(error)
             if isinstance(named, Unsupported) and not named.reason:  # gRPC's own word for a service that is not there
-                message = f"{target} shows no state: its router runs with --no-introspection"
+                message = f"{target} shows no state: its router runs with --no-introspection or --admin-listen"
                 named = Unsupported(Refusal(named.code, "", message))
             raise named from None

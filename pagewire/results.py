@@ -138,6 +138,11 @@ class Model:
     adapters: tuple[str, ...]
     eos_token_ids: tuple[int, ...]
     quantization: str
+    max_output_tokens: int
+    max_beam_width: int
+    max_message_bytes: int
+    max_requests: int
+    tokens_per_minute: int
 
 
 class Transcript:

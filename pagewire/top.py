@@ -9,10 +9,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pagewire.access import Access
 from pagewire.errors import RequestError, Unavailable
 from pagewire.introspection import introspection
 from protos.pagewire.v1 import introspection_pb2 as pb
 
+_OPEN = Access()
 _TIMEOUT_S = 5.0
 _RETRY_S = 1.0
 # A server that was there and is away for longer is not watched any more.
@@ -21,7 +23,7 @@ _MAX_BAR_CELLS = 60
 _HEADING_CELLS = 12
 
 
-def run(target: str, interval_s: float, *, once: bool, console: Console) -> None:
+def run(target: str, interval_s: float, *, once: bool, console: Console, access: Access = _OPEN) -> None:
     """Shows a server's state until Ctrl-C, or once.
 
     Raises:
@@ -29,13 +31,13 @@ def run(target: str, interval_s: float, *, once: bool, console: Console) -> None
     """
     view = View(target, console)
     if once:
-        with introspection(target) as stub:
-            state = stub.GetState(pb.GetStateRequest(), timeout=_TIMEOUT_S).state
+        with introspection(target, access) as stub:
+            state = stub.GetState(pb.GetStateRequest(), timeout=_TIMEOUT_S, metadata=access.metadata).state
         view.take(state)
         view.print()
         return
     try:
-        states = watch(target, interval_s)
+        states = watch(target, interval_s, access=access)
         view.take(next(states))  # which may be an error, before the screen is touched
         if view.draws:
             with Live(view.picture(), console=console, auto_refresh=False) as live:
@@ -56,6 +58,7 @@ def watch(
     interval_s: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
+    access: Access = _OPEN,
 ) -> Iterator[pb.SchedulerState | Unavailable]:
     """States as they come, for ever; while a server that was there does not answer, its error before each retry.
 
@@ -66,8 +69,8 @@ def watch(
     answered_at: float | None = None
     while True:
         try:
-            with introspection(target) as stub:
-                for response in stub.WatchState(request):
+            with introspection(target, access) as stub:
+                for response in stub.WatchState(request, metadata=access.metadata):
                     answered_at = clock()
                     yield response.state
         except Unavailable as error:

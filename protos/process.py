@@ -19,7 +19,8 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 from protos import pollers as pollers  # what follows imports grpc
 from protos.errors import CannotListen
 
-_SERVICES = ("ROUTER", "SCHEDULER", "WORKER")
+# Whose settings may stand in one environment; CLIENT stands for the command line's.
+_SERVICES = ("ROUTER", "SCHEDULER", "WORKER", "CLIENT")
 
 
 class Settings(BaseSettings):
@@ -76,7 +77,10 @@ _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName
 
 
 class _TextFormatter(logging.Formatter):
-    """`12:01:02.123 INFO  router     request finished request_id=r1 total_ms=12.5`."""
+    """`12:01:02.123 INFO  router     request finished request_id=r1 total_ms=12.5`.
+
+    Nothing that a client sends can end a line or begin one: what is not plain is quoted, and tracebacks are indented.
+    """
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -84,15 +88,26 @@ class _TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        facts = "".join(
-            f" {name}={json.dumps(value) if isinstance(value, str) and ' ' in value else value}"
-            for name, value in vars(record).items()
-            if name not in _PLAIN
-        )
-        line = (
-            f"{clock}.{int(record.msecs):03d} {record.levelname:<5.5} {self._service:<9} {record.getMessage()}{facts}"
-        )
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        facts = "".join(f" {name}={_plain(value)}" for name, value in vars(record).items() if name not in _PLAIN)
+        event = record.getMessage()
+        if not event.isprintable():
+            event = json.dumps(event)
+        line = f"{clock}.{int(record.msecs):03d} {record.levelname:<5.5} {self._service:<9} {event}{facts}"
+        if record.exc_info:
+            traceback = self.formatException(record.exc_info)
+            line += "".join(f"\n    {_printable(row)}" for row in traceback.splitlines())
+        return line
+
+
+def _plain(value: object) -> str:
+    """A fact's value, quoted where it could be taken for something else."""
+    text = str(value)
+    ambiguous = isinstance(value, str) and any(character in text for character in ' "=')
+    return json.dumps(text) if ambiguous or not text.isprintable() else text
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 class _JsonFormatter(logging.Formatter):

@@ -19,6 +19,8 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to_status, unavailable
+from protos.tls import ClientTls, ServerTls, TlsError
+from protos.watched_files import WatchedFiles
 
 PUBLIC_MESSAGE_BYTES = 16 << 20
 INTERNAL_MESSAGE_BYTES = 64 << 20
@@ -38,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Options of every server, public or internal."""
+    """Options of every server, public or internal; of the messages that come in `max_message_bytes` bounds each."""
     return [
         *_KEEPALIVE,
         # Without these two a client that pings through a long silent prefill is cut off with GOAWAY too_many_pings.
@@ -51,13 +53,17 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         # Two processes on one port would share it without a word.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max(max_message_bytes, PUBLIC_MESSAGE_BYTES)),
     ]
 
 
-def dial(address: str) -> grpc.aio.Channel:
-    """A channel between our own processes. `address` is "host:port" or "unix:/path"."""
-    options = [
+def dial(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
+    """A channel between our own processes, plaintext without `tls`. `address` is "host:port" or "unix:/path".
+
+    Raises:
+        TlsError: the files of `tls` can not be used.
+    """
+    options: list[tuple[str, int | str]] = [
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
         ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
@@ -69,7 +75,48 @@ def dial(address: str) -> grpc.aio.Channel:
         # A proxy named in the environment is for the outside world.
         ("grpc.enable_http_proxy", 0),
     ]
-    return grpc.aio.insecure_channel(address, options=options)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if address.startswith("unix:"):
+        # No certificate can name a socket's path.
+        options.append(("grpc.ssl_target_name_override", "localhost"))
+    return grpc.aio.secure_channel(address, tls.credentials(), options=options)
+
+
+class Line:
+    """A channel to one of our own processes, which follows the files of its TLS: gRPC reads them only once.
+
+    Attributes:
+        channel: the newest; one that is replaced is closed.
+    """
+
+    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+        self._address = address
+        self._tls = tls
+        self._files = WatchedFiles(tls.files if tls is not None else ())
+        self._files.changed()
+        self.channel = dial(address, tls)
+
+    async def renew(self) -> bool:
+        """Dials again if the files have changed, and says whether it did; to be called while nothing is connected."""
+        if not self._files.changed():
+            return False
+        try:
+            channel = dial(self._address, self._tls)
+        except TlsError as error:
+            log.warning("new certificate files are no use, the old ones stay", extra={"error": str(error)})
+            return False
+        await self.channel.close()
+        self.channel = channel
+        return True
+
+    async def obstacle(self) -> str:
+        """Why there is no connection, in gRPC's words; "" when there is one."""
+        try:
+            await health_pb2_grpc.HealthStub(self.channel).Check(health_pb2.HealthCheckRequest(), timeout=1)
+        except grpc.aio.AioRpcError as error:
+            return error.details() or error.code().name
+        return ""
 
 
 def _answers(path: str) -> bool:
@@ -92,17 +139,25 @@ class Service:
 
 
 class Server:
-    """A gRPC server with health, reflection and channelz beside the given services.
+    """A gRPC server with health, and unless told otherwise reflection and channelz, beside the given services.
 
     Its health names are "", every service's full name, and `LIVENESS`; all but the last are NOT_SERVING until
     `set_serving(True)`.
     """
 
     def __init__(
-        self, services: Sequence[Service], *, max_message_bytes: int = INTERNAL_MESSAGE_BYTES, reflect: bool = True
+        self,
+        services: Sequence[Service],
+        *,
+        max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
+        reflect: bool = True,
+        show_channels: bool = True,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self._boundary = _Boundary()
-        self._server = grpc.aio.server(interceptors=[self._boundary], options=server_options(max_message_bytes))
+        self._server = grpc.aio.server(
+            interceptors=[*interceptors, self._boundary], options=server_options(max_message_bytes)
+        )
         self._health = health.aio.HealthServicer()
         self._names = ["", *(service.full_name for service in services)]
         self._serving: bool | None = None
@@ -110,22 +165,29 @@ class Server:
         for service in services:
             service.add_to_server(service.servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        channelz.add_channelz_servicer(self._server)
+        shown = [*self._names[1:], health.SERVICE_NAME]
+        if show_channels:
+            channelz.add_channelz_servicer(self._server)
+            shown.append(channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name)
         if reflect:
-            well_known = [health.SERVICE_NAME, reflection.SERVICE_NAME]
-            channelz_name = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
-            reflection.enable_server_reflection([*self._names[1:], *well_known, channelz_name], self._server)
+            reflection.enable_server_reflection([*shown, reflection.SERVICE_NAME], self._server)
 
-    async def start(self, address: str) -> int:
+    async def start(self, address: str, tls: ServerTls | None = None) -> int:
         """Binds `address` ("host:port", port 0 for any, or "unix:/path") and serves; gives the port.
+
+        Without `tls` in plaintext.
 
         Raises:
             CannotListen: the address can not be bound.
+            TlsError: the files of `tls` can not be used.
         """
         if address.startswith("unix:") and _answers(address.removeprefix("unix:")):
             raise CannotListen(f"cannot listen on {address}: another process does")
         try:
-            port = self._server.add_insecure_port(address)
+            if tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, tls.credentials())
         except RuntimeError as error:
             raise CannotListen(f"cannot listen on {address}: is another process using it?") from error
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+from collections.abc import Sequence
 
 from protos import process
 from protos.pagewire.v1 import generation_pb2, introspection_pb2
@@ -13,6 +14,7 @@ from router.config import RouterSettings
 from router.introspection import IntrospectionService
 from router.scheduler_link import SchedulerLink
 from router.server import GenerationService
+from router.tenants import ByToken, Tenants, TokenGate, tenants_of
 from router.tokenizer import Tokenizer, find_checkpoint
 
 log = logging.getLogger("router")
@@ -21,36 +23,27 @@ log = logging.getLogger("router")
 async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Event) -> None:
     """Serves clients until `stop` is set; health is SERVING while the chain behind is up."""
     changed = asyncio.Event()
-    link = SchedulerLink(settings.scheduler, on_change=changed.set)
-    generation = GenerationService(settings, tokenizer, link)
-    services = [
-        Service(
-            generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
-            add_GenerationServiceServicer_to_server,
-            generation,
-        )
-    ]
-    if settings.introspection:
-        services.append(
-            Service(
-                introspection_pb2.DESCRIPTOR.services_by_name["IntrospectionService"].full_name,
-                add_IntrospectionServiceServicer_to_server,
-                IntrospectionService(link, stop, settings.write_stall_s),
-            )
-        )
-    server = Server(services, max_message_bytes=PUBLIC_MESSAGE_BYTES, reflect=settings.reflection)
-    await server.start(settings.listen)
+    link = SchedulerLink(settings.scheduler, on_change=changed.set, tls=settings.scheduler_tls)
+    tenants = tenants_of(settings)
+    generation = GenerationService(settings, tokenizer, link, tenants)
+    servers = _servers(settings, generation, link, tenants, stop)
+    await servers[0].start(settings.listen, settings.server_tls)
+    if settings.admin_listen is not None:
+        await servers[1].start(settings.admin_listen)
     log.info("listening", extra={"address": settings.listen, "scheduler": settings.scheduler})
-    tasks = [asyncio.create_task(link.run()), asyncio.create_task(_mirror_health(link, server, changed))]
+    tasks = [asyncio.create_task(link.run()), asyncio.create_task(_mirror_health(link, servers, changed))]
     if settings.heartbeat_s:
         tasks.append(asyncio.create_task(generation.heartbeats.run()))
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", extra={"live": link.num_live})
-    if stopped in done:
-        await server.stop(settings.drain_grace_s, settings.drain_delay_s)
-    else:
-        await server.stop(0)
+    tasks[1].cancel()
+    for server in servers:
+        await server.set_serving(False)
+    grace_s, delay_s = (settings.drain_grace_s, settings.drain_delay_s) if stopped in done else (0, 0)
+    await servers[0].stop(grace_s, delay_s)
+    for server in servers[1:]:  # the operators' last, who may look on while the clients' drains
+        await server.stop(grace_s)
     for task in tasks:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -61,11 +54,39 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
             raise result
 
 
-async def _mirror_health(link: SchedulerLink, server: Server, changed: asyncio.Event) -> None:
+def _servers(
+    settings: RouterSettings, generation: GenerationService, link: SchedulerLink, tenants: Tenants, stop: asyncio.Event
+) -> list[Server]:
+    """The clients' server, and behind it the operators' where there is a port for one."""
+    name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+    for_clients = [Service(name, add_GenerationServiceServicer_to_server, generation)]
+
+    def introspection(visible: Tenants | None) -> list[Service]:
+        if not settings.introspection:
+            return []
+        servicer = IntrospectionService(link, stop, settings.write_stall_s, visible)
+        name = introspection_pb2.DESCRIPTOR.services_by_name["IntrospectionService"].full_name
+        return [Service(name, add_IntrospectionServiceServicer_to_server, servicer)]
+
+    has_admin = settings.admin_listen is not None
+    clients = Server(
+        [*for_clients, *([] if has_admin else introspection(tenants))],
+        max_message_bytes=settings.max_message_bytes,
+        reflect=settings.reflection and not has_admin,
+        show_channels=not has_admin,
+        interceptors=[TokenGate(tenants)] if isinstance(tenants, ByToken) else [],
+    )
+    if not has_admin:
+        return [clients]
+    return [clients, Server(introspection(None), max_message_bytes=PUBLIC_MESSAGE_BYTES, reflect=settings.reflection)]
+
+
+async def _mirror_health(link: SchedulerLink, servers: Sequence[Server], changed: asyncio.Event) -> None:
     while True:
         await changed.wait()
         changed.clear()
-        await server.set_serving(link.serving)
+        for server in servers:
+            await server.set_serving(link.serving)
 
 
 def main() -> None:

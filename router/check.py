@@ -34,19 +34,53 @@ _EARLY_STOPPING = {
 
 
 @dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What the operator of this router allows beside what model and scheduler can; None for all of that."""
+
+    max_prompt_tokens: int | None = None
+    max_output_tokens: int | None = None
+    max_n: int | None = None
+    max_beam_width: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What requests are checked against."""
+    """What requests are checked against.
+
+    Attributes:
+        max_num_seqs: sequences that the scheduler runs together.
+    """
 
     name: str
     context_length: int
     vocabulary_size: int
-    max_n: int
+    max_num_seqs: int
     defaults: GenerationDefaults
+    limits: RequestLimits = RequestLimits()
 
     @property
     def max_prompt_tokens(self) -> int:
         """The longest prompt, which leaves room for one token of output."""
-        return self.context_length - 1
+        return _least(self.context_length - 1, self.limits.max_prompt_tokens)
+
+    @property
+    def max_output_tokens(self) -> int:
+        """The longest output, behind the shortest prompt."""
+        return _least(self.context_length - 1, self.limits.max_output_tokens)
+
+    @property
+    def max_n(self) -> int:
+        """The most sequences of a request."""
+        return _least(self.max_num_seqs, self.limits.max_n)
+
+    @property
+    def max_beam_width(self) -> int:
+        """The widest search; 0 where there is none."""
+        return _least(self.max_num_seqs, self.limits.max_beam_width)
+
+
+def _least(most: int, limit: int | None) -> int:
+    return most if limit is None else min(most, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +89,7 @@ class CheckedRequest:
 
     Attributes:
         n: sequences that are answered.
+        scoped_id: the request id that the scheduler knows, which tells tenants apart.
         num_sequences: sequences that the scheduler tells of; over n, the n best of them are answered.
         beam_search: None where tokens are sampled.
         stop_token_ids: of the client, and the model's own unless it ignores them.
@@ -75,6 +110,9 @@ class CheckedRequest:
     include_stop_string: bool
     with_token_ids: bool
     echo: str
+    scoped_id: str = ""
+    tenant: str = ""
+    tenant_weight: float = 1.0
 
 
 def check_model(name: str, served: str) -> None:
@@ -126,15 +164,16 @@ def resolve(
     fits = num_prompt_tokens <= model.max_prompt_tokens
     found.require(field, fits, _too_long(f"has {num_prompt_tokens} tokens", model))
     stop = request.stop
-    room = model.context_length - num_prompt_tokens
+    left = model.context_length - num_prompt_tokens
+    room = min(left, model.max_output_tokens)
     max_tokens = stop.max_tokens if stop.HasField("max_tokens") else room
     if fits:
-        found.require(
-            "stop.max_tokens",
-            max_tokens <= room,
-            f"must be at most {room}: the prompt's {num_prompt_tokens} tokens and the output share a context of "
-            f"{model.context_length}",
+        why = (
+            f"the prompt's {num_prompt_tokens} tokens and the output share a context of {model.context_length}"
+            if room == left
+            else "outputs may not be longer here"
         )
+        found.require("stop.max_tokens", max_tokens <= room, f"is {max_tokens}; must be at most {room}: {why}")
     output = request.output
     num_logprobs = num_prompt_tokens * (1 + output.prompt_logprobs) if output.HasField("prompt_logprobs") else 0
     too_many = f"asks for {num_logprobs} with {num_prompt_tokens} tokens; at most {MAX_PROMPT_LOGPROBS} are told"
@@ -210,7 +249,10 @@ class _Violations:
 
 
 def _too_long(what: str, model: ServedModel) -> str:
-    return f"{what}; at most {model.max_prompt_tokens} fit into a context of {model.context_length} with one to sample"
+    most = model.max_prompt_tokens
+    if most < model.context_length - 1:
+        return f"{what}; prompts may have {most} tokens here: send a shorter one"
+    return f"{what}; at most {most} fit into a context of {model.context_length} with one to sample"
 
 
 def _check_printable(field: str, text: str, max_bytes: int, found: _Violations) -> None:
@@ -239,7 +281,7 @@ def _check_prompt(request: pb.GenerateRequest, model: ServedModel, max_token_byt
 
 
 def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: _Violations) -> None:
-    fewest = min(max(1, sampling.n), model.max_n)
+    fewest, widest = min(max(1, sampling.n), model.max_n), model.max_beam_width
     ranges: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         ("temperature", lambda value: 0 <= value <= 100, "must be in [0, 100]; 0 is greedy"),
         ("top_p", lambda value: 0 < value <= 1, "must be in (0, 1]; 1 keeps all tokens"),
@@ -252,7 +294,7 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: _Vio
         ("length_penalty", lambda value: -10 <= value <= 10, "must be in [-10, 10]"),
         ("n", lambda value: 1 <= value <= model.max_n, f"must be in 1 .. {model.max_n}"),
         ("best_of", lambda value: fewest <= value <= model.max_n, f"must be in {fewest} (n) .. {model.max_n}"),
-        ("beam_width", lambda value: 0 <= value <= model.max_n, f"must be in 0 (no beam search) .. {model.max_n}"),
+        ("beam_width", lambda value: 0 <= value <= widest, f"must be in 0 (no beam search) .. {widest}"),
     )
     for name, holds, description in ranges:
         if sampling.HasField(name):

@@ -1,19 +1,77 @@
 """The router's settings."""
 
-from pydantic import Field
+from pathlib import Path
+from typing import Annotated, Self
 
-from protos.process import Settings
+from pydantic import AfterValidator, ByteSize, Field, model_validator
+
+from protos.rpc import PUBLIC_MESSAGE_BYTES
+from protos.tls import ClientTls
+from protos.tls_settings import CaFile, ReadableFile, ServerTlsSettings, client_tls
+from router import token_file
 
 
-class RouterSettings(Settings):
+def _is_token_file(path: Path) -> Path:
+    token_file.read(path)
+    return path
+
+
+class RouterSettings(ServerTlsSettings):
     """Pagewire router: the public gRPC API in front of a scheduler."""
 
     listen: str = Field("127.0.0.1:50051", description='address for clients: "host:port"')
     scheduler: str = Field("127.0.0.1:50052", description='the scheduler\'s address: "host:port" or "unix:/path"')
+    scheduler_tls_ca: CaFile | None = Field(
+        None, description="CA certificates that the scheduler's must come from; without it that wire is plaintext"
+    )
+    scheduler_tls_certificate: ReadableFile | None = Field(
+        None, description="what the scheduler is shown where it asks (mTLS)"
+    )
+    scheduler_tls_key: ReadableFile | None = Field(None, description="that certificate's private key")
     model: str = Field(description="checkpoint directory or hub name, of which the router reads the tokenizer")
     max_live_requests: int = Field(4096, ge=1, description="requests answered at once at most; more are refused")
+    max_message_bytes: ByteSize = Field(
+        ByteSize(PUBLIC_MESSAGE_BYTES), ge=1 << 10, description='size of a request at most, such as "16MiB"'
+    )
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="tokens of a prompt at most (default: one less than the model's context)"
+    )
+    max_output_tokens: int | None = Field(
+        None, ge=1, description="output tokens of a sequence at most (default: what the context leaves)"
+    )
+    max_n: int | None = Field(
+        None, ge=1, description="sequences of a request at most (default: as many as the scheduler runs together)"
+    )
+    max_beam_width: int | None = Field(
+        None, ge=0, description="beams of a search at most; 0 for none (default: as many as the scheduler runs at once)"
+    )
+    auth_tokens: Annotated[Path, AfterValidator(_is_token_file)] | None = Field(
+        None, description="file of bearer tokens, one of which each call must carry; read again when it changes"
+    )
+    tenant_header: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.-]+$",
+        description="metadata in which a trusted proxy names the tenant; the proxy must drop what clients send of it",
+    )
+    tenant_from_certificate: bool = Field(
+        False, description="the common name of a client's certificate names the tenant; needs --tls-client-ca"
+    )
+    tenant_max_requests: int | None = Field(
+        None, ge=1, description="live requests of a tenant at this router at most, unless the token file says otherwise"
+    )
+    tenant_tokens_per_minute: int | None = Field(
+        None, ge=1, description="tokens of a tenant, prompts and outputs, in a minute at this router; likewise"
+    )
+    share_prefix_cache_across_tenants: bool = Field(
+        False, description="let tenants find each other's prompts in the cache, and learn of them by timing"
+    )
     introspection: bool = Field(True, description="serve IntrospectionService")
     reflection: bool = Field(True, description="serve gRPC reflection")
+    admin_listen: str | None = Field(
+        None,
+        description="address of a port for operators, in plaintext and open to all who reach it: introspection of all "
+        "tenants, reflection, channelz and health; of these the clients' port has only health then",
+    )
     write_stall_s: float = Field(60.0, gt=0, description="seconds after which a client that does not read is given up")
     drain_delay_s: float = Field(
         0.0,
@@ -24,3 +82,25 @@ class RouterSettings(Settings):
         15.0, ge=0, description="seconds after which a silent stream says where it waits; 0: never"
     )
     drain_grace_s: float = Field(30.0, ge=0, description="seconds that live streams get to finish after that")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _ = self.scheduler_tls
+        ways = {
+            "--auth-tokens": self.auth_tokens is not None,
+            "--tenant-header": self.tenant_header is not None,
+            "--tenant-from-certificate": self.tenant_from_certificate,
+        }
+        named = [option for option, given in ways.items() if given]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)}: each says who a client is; give one of them")
+        if self.tenant_from_certificate and self.tls_client_ca is None:
+            raise ValueError("--tenant-from-certificate: needs --tls-client-ca, which makes clients show a certificate")
+        return self
+
+    @property
+    def scheduler_tls(self) -> ClientTls | None:
+        """For the wire to the scheduler; None for plaintext."""
+        return client_tls(
+            "scheduler-tls", self.scheduler_tls_ca, self.scheduler_tls_certificate, self.scheduler_tls_key
+        )

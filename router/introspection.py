@@ -2,6 +2,9 @@
 
 A watch ends with UNAVAILABLE and a delay for the retry where the scheduler does not answer, and as soon as this router
 drains: it never ends without a word, and never holds up a shutdown.
+
+Where tenants are known, a tenant is told of its own requests only; operators are told of all, by the ids that scheduler
+and logs know.
 """
 
 import asyncio
@@ -14,6 +17,7 @@ from protos.errors import Refusal, Violation, invalid_argument, to_status, unava
 from protos.pagewire.v1 import introspection_pb2 as pb
 from router.client_stream import writing_to
 from router.scheduler_link import SchedulerLink
+from router.tenants import Tenants
 
 # Each asks the scheduler, which has steps to plan, up to a hundred times a second.
 MAX_WATCHES = 16
@@ -44,12 +48,16 @@ class IntrospectionService:
         link: to the scheduler.
         stopping: set when this router begins to drain.
         write_stall_s: seconds after which a client that does not read is given up.
+        tenants: who clients are; None for a port that only operators reach.
     """
 
-    def __init__(self, link: SchedulerLink, stopping: asyncio.Event, write_stall_s: float) -> None:
+    def __init__(
+        self, link: SchedulerLink, stopping: asyncio.Event, write_stall_s: float, tenants: Tenants | None = None
+    ) -> None:
         self._link = link
         self._stopping = stopping
         self._write_stall_s = write_stall_s
+        self._tenants = tenants
         self._num_watches = 0
 
     async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> pb.GetStateResponse:
@@ -85,7 +93,14 @@ class IntrospectionService:
         """Why a live request is where it is."""
         if not request.request_id:
             raise invalid_argument([Violation("request_id", "must not be empty")])
-        return _explanation(await self._link.explain(request.request_id))
+        if self._tenants is None:
+            return _explanation(await self._link.explain(request.request_id, request.request_id))
+        tenant = self._tenants.of(context)
+        facts = await self._link.explain(self._tenants.scoped(tenant, request.request_id), request.request_id)
+        if facts.preempted_by:
+            by, own = facts.preempted_by, self._tenants.scoped(tenant, "")
+            facts.preempted_by = by.removeprefix(own) if by.startswith(own) else "another tenant's request"
+        return _explanation(facts)
 
     async def _watch(self, context: grpc.aio.ServicerContext, interval_s: float) -> None:
         async with writing_to(context, self._write_stall_s) as write:

@@ -15,9 +15,12 @@ from protos.columns import pack, unpack
 from protos.errors import Refusal, code_from_number, unavailable
 from protos.logprobs import LogprobReader, Logprobs
 from protos.session_pb2_grpc import SessionServiceStub
+from protos.tls import ClientTls
 from router.live_request import LiveRequest, OutputStream
 
 _RECONNECT_DELAY_S = 0.1
+# After this without a connection the log says why, and new certificates are looked for.
+_LOOK_AGAIN_S = 10.0
 # After a refusal that only a new version of one side can mend.
 _REFUSED_DELAY_S = 5.0
 # Of the unary calls, which nobody waits for on a stream.
@@ -32,11 +35,11 @@ class SchedulerLink:
         welcome: what the scheduler said of itself and its model; None before the first connection.
     """
 
-    def __init__(self, address: str, on_change: Callable[[], None]) -> None:
+    def __init__(self, address: str, on_change: Callable[[], None], tls: ClientTls | None = None) -> None:
         self.welcome: pb.Welcome | None = None
         self.load = pb.Load()
-        self._channel = rpc.dial(address)
-        self._stub = SessionServiceStub(self._channel)
+        self._line = rpc.Line(address, tls)
+        self._stub = SessionServiceStub(self._line.channel)
         self._router_id = secrets.token_hex(8)
         self._on_change = on_change
         self._handles = itertools.count(1)
@@ -106,14 +109,14 @@ class SchedulerLink:
             return [(pb.STATUS_UNSPECIFIED, -1)] * len(handles)
         return list(zip(unpack(response.statuses), unpack(response.positions), strict=True))
 
-    async def explain(self, request_id: str) -> pb.ExplainResponse:
-        """Why a live request is where it is.
+    async def explain(self, scoped_id: str, request_id: str) -> pb.ExplainResponse:
+        """Why a live request is where it is; the client calls it `request_id`.
 
         Raises:
             Refusal: NOT_FOUND, there is no such live request; UNAVAILABLE.
         """
         try:
-            return await self._stub.Explain(pb.ExplainRequest(request_id=request_id), timeout=_ANSWER_TIMEOUT_S)
+            return await self._stub.Explain(pb.ExplainRequest(request_id=scoped_id), timeout=_ANSWER_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 message = f"request_id: no live request is {request_id[:128]!r}; it has ended, or was never submitted"
@@ -123,11 +126,16 @@ class SchedulerLink:
     async def run(self) -> None:
         """Keeps a session open, for ever."""
         while True:
+            if await self._line.renew():
+                self._stub = SessionServiceStub(self._line.channel)
             call = self._stub.Session(wait_for_ready=True)
             delay_s = _RECONNECT_DELAY_S
             try:
                 await self._converse(call)
                 log.warning("scheduler closed the session")
+            except TimeoutError:
+                if obstacle := await self._line.obstacle():
+                    log.warning("no connection to the scheduler", extra={"details": obstacle})
             except grpc.aio.AioRpcError as error:
                 log.warning("session lost", extra={"code": error.code().name, "details": error.details()})
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -139,10 +147,11 @@ class SchedulerLink:
 
     async def close(self) -> None:
         """Hangs up."""
-        await self._channel.close()
+        await self._line.channel.close()
 
     async def _converse(self, call: grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]) -> None:
-        await call.wait_for_connection()
+        async with asyncio.timeout(_LOOK_AGAIN_S):
+            await call.wait_for_connection()
         resume = [
             pb.Resume(handle=handle, num_tokens=pack(stream.num_received for stream in live.streams))
             for handle, live in self._live.items()
@@ -176,7 +185,7 @@ class SchedulerLink:
         request, deadline = live.request, self._deadlines[live.handle]
         submit = pb.Submit(
             handle=live.handle,
-            request_id=request.request_id,
+            request_id=request.scoped_id,
             prompt_token_ids=pack(request.prompt_token_ids),
             sampling=request.sampling,
             n=request.num_sequences,
@@ -185,6 +194,8 @@ class SchedulerLink:
             priority=request.priority,
             cache_salt=request.cache_salt,
             beam_search=request.beam_search,
+            tenant=request.tenant,
+            tenant_weight=request.tenant_weight,
             timeout_ms=0 if deadline is None else max(1, int((deadline - time.monotonic()) * 1e3)),
         )
         self._send(pb.SessionRequest(submit=submit))

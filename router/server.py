@@ -4,34 +4,54 @@ import asyncio
 import logging
 import secrets
 import time
+from dataclasses import replace
 
 import grpc
 
 from protos import session_pb2
 from protos.errors import Refusal, Violation, invalid_argument, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
-from router.check import ServedModel, check_before_tokenizing, check_length, check_model, check_token_ids, resolve
+from router.check import (
+    CheckedRequest,
+    RequestLimits,
+    ServedModel,
+    check_before_tokenizing,
+    check_length,
+    check_model,
+    check_token_ids,
+    resolve,
+)
 from router.client_stream import writing_to
 from router.config import RouterSettings
 from router.heartbeats import Heartbeats
+from router.limits import Permit, TenantLimits
 from router.live_request import LiveRequest
 from router.scheduler_link import SchedulerLink
+from router.tenants import Tenant, Tenants
 from router.tokenizer import ChatTemplateError, Tokenizer
 
 # Longer texts are tokenized and decoded beside the event loop, which all streams share: this takes about 1 ms.
 _INLINE_CHARS = 4096
+# A request that ends so without a token was not computed, and costs its tenant nothing.
+_UNSERVED = (grpc.StatusCode.RESOURCE_EXHAUSTED.name, grpc.StatusCode.UNAVAILABLE.name)
 log = logging.getLogger(__name__)
 
 
 class GenerationService:
     """Serves one model through one scheduler."""
 
-    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer, link: SchedulerLink) -> None:
+    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer, link: SchedulerLink, tenants: Tenants) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
         self._link = link
         self.heartbeats = Heartbeats(link, settings.heartbeat_s)
-        self._live_ids: set[str] = set()
+        self._tenants = tenants
+        self._tenant_limits = TenantLimits()
+        # By the ids that the scheduler knows.
+        self._live: dict[str, Permit] = {}
+        self._request_limits = RequestLimits(
+            settings.max_prompt_tokens, settings.max_output_tokens, settings.max_n, settings.max_beam_width
+        )
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams deltas as tokens are computed."""
@@ -99,7 +119,7 @@ class GenerationService:
         """What is served, and within which limits."""
         model = self._model()
         check_model(request.model, model.name)
-        welcome = self._welcome()
+        welcome, tenant = self._welcome(), self._tenants.of(context)
         return pb.GetModelResponse(
             model=model.name,
             context_length=model.context_length,
@@ -115,24 +135,33 @@ class GenerationService:
             max_num_seqs=welcome.limits.max_num_seqs,
             eos_token_ids=model.defaults.eos_token_ids,
             quantization=welcome.model.quantization,
+            max_output_tokens=model.max_output_tokens,
+            max_beam_width=model.max_beam_width,
+            max_message_bytes=self._settings.max_message_bytes,
+            max_requests=tenant.max_requests or 0,
+            tokens_per_minute=tenant.tokens_per_minute or 0,
         )
 
     async def admit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> LiveRequest:
         """Checks, tokenizes and submits a request."""
         arrival = time.monotonic()
+        tenant = self._tenants.of(context)
         model = self._model()
         check_before_tokenizing(request, model, self._tokenizer.max_token_bytes)
         request_id = request.request_id or f"req-{secrets.token_hex(8)}"
-        if request_id in self._live_ids:
+        scoped_id = self._tenants.scoped(tenant, request_id)
+        if scoped_id in self._live:
             message = f"request_id: {request_id!r} is in use by a live request; send another or none"
             raise Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
-        if len(self._live_ids) >= self._settings.max_live_requests:
-            message = f"this router answers {len(self._live_ids)} requests already; retry, or use another"
+        if len(self._live) >= self._settings.max_live_requests:
+            message = f"this router answers {len(self._live)} requests already; retry, or use another"
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS", message, retry_delay_ms=1000)
-        self._live_ids.add(request_id)
+        permit = self._live[scoped_id] = self._tenant_limits.enter(tenant)
         try:
             prompt_token_ids, text = await self._prompt(request)
             checked = resolve(request, request_id, prompt_token_ids, text if request.output.echo else "", model)
+            checked = self._of_tenant(checked, tenant)
+            self._tenant_limits.charge_prompt(permit, len(prompt_token_ids))
             handle = self._link.new_handle()
             live = LiveRequest(
                 handle,
@@ -143,16 +172,22 @@ class GenerationService:
             )
             self._link.submit(live, context.time_remaining())
         except BaseException:
-            self._live_ids.discard(request_id)
+            del self._live[scoped_id]
+            self._tenant_limits.cancel(permit)
             raise
         return live
 
     def release(self, live: LiveRequest, outcome: str) -> None:
         """Forgets a request that has ended, one way or another."""
-        self._live_ids.discard(live.request.request_id)
+        permit = self._live.pop(live.request.scoped_id)
+        if outcome in _UNSERVED and live.num_tokens == 0:
+            self._tenant_limits.cancel(permit)
+        else:
+            self._tenant_limits.leave(permit, live.num_tokens)
         self._link.release(live)
         facts = {
             "request_id": live.request.request_id,
+            "tenant": live.request.tenant,
             "outcome": outcome,
             "prompt_tokens": len(live.request.prompt_token_ids),
             "output_tokens": live.num_tokens,
@@ -160,6 +195,17 @@ class GenerationService:
             "total_ms": round(live.total_ms, 1),
         }
         log.info("request", extra=facts)
+
+    def _of_tenant(self, request: CheckedRequest, tenant: Tenant) -> CheckedRequest:
+        """The same request, apart from those of other tenants."""
+        salt = request.cache_salt
+        return replace(
+            request,
+            scoped_id=self._tenants.scoped(tenant, request.request_id),
+            cache_salt=salt if self._settings.share_prefix_cache_across_tenants else self._tenants.scoped(tenant, salt),
+            tenant=tenant.name,
+            tenant_weight=tenant.weight,
+        )
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[list[int], str]:
         """Token ids of the prompt, and its text."""
@@ -197,8 +243,9 @@ class GenerationService:
             name=model.model,
             context_length=model.context_length,
             vocabulary_size=model.vocabulary_size,
-            max_n=welcome.limits.max_num_seqs,
+            max_num_seqs=welcome.limits.max_num_seqs,
             defaults=self._tokenizer.defaults,
+            limits=self._request_limits,
         )
 
 

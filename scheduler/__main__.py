@@ -24,7 +24,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     service = SessionService(settings, loop, sessions, epoch=secrets.randbits(63))
     name = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
     server = Server([Service(name, add_SessionServiceServicer_to_server, service)])
-    await server.start(settings.listen)
+    await server.start(settings.listen, settings.server_tls)
     log.info("listening", extra={"address": settings.listen, "worker": settings.worker})
     tasks = [
         asyncio.create_task(loop.run()),

@@ -5,15 +5,23 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from protos.process import Settings
+from protos.tls import ClientTls
+from protos.tls_settings import CaFile, ReadableFile, ServerTlsSettings, client_tls
 from scheduler.policy import Policy, PreemptionMode
 
 
-class SchedulerSettings(Settings):
+class SchedulerSettings(ServerTlsSettings):
     """Pagewire scheduler: batches sequences step by step over a pool of KV blocks."""
 
     listen: str = Field("127.0.0.1:50052", description='address for routers: "host:port" or "unix:/path"')
     worker: str = Field("127.0.0.1:50053", description='the worker\'s address: "host:port" or "unix:/path"')
+    worker_tls_ca: CaFile | None = Field(
+        None, description="CA certificates that the worker's must come from; without it that wire is plaintext"
+    )
+    worker_tls_certificate: ReadableFile | None = Field(
+        None, description="what the worker is shown where it asks (mTLS)"
+    )
+    worker_tls_key: ReadableFile | None = Field(None, description="that certificate's private key")
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of a step at most, prefill and decode together")
     max_num_seqs: int = Field(128, ge=1, description="sequences that run together at most")
     max_steps_in_flight: int | None = Field(
@@ -46,7 +54,13 @@ class SchedulerSettings(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.policy()
+        _ = self.worker_tls
         return self
+
+    @property
+    def worker_tls(self) -> ClientTls | None:
+        """For the wire to the worker; None for plaintext."""
+        return client_tls("worker-tls", self.worker_tls_ca, self.worker_tls_certificate, self.worker_tls_key)
 
     def policy(self, device: str = "cpu") -> Policy:
         """The part that the core knows, for a worker that computes on `device`."""

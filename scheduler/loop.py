@@ -55,7 +55,7 @@ class SchedulerLoop:
         self.last_step_ms = 0.0
         self.last_step_tokens = 0
         self._settings = settings
-        self._link = WorkerLink(settings.worker, on_lost=self.wake)
+        self._link = WorkerLink(settings.worker, on_lost=self.wake, tls=settings.worker_tls)
         self._sessions = sessions
         self._clock = clock
         self._work = asyncio.Event()

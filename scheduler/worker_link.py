@@ -7,12 +7,15 @@ from collections.abc import Callable
 import grpc
 
 from protos import rpc
+from protos.tls import ClientTls
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoRequest, GetInfoResponse
 from protos.worker_pb2_grpc import WorkerServiceStub
 from scheduler.plan import Plan, StepResult, to_request, to_result
 
 # What reading from and writing to a stream that has ended raises.
 _BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
+# After this without a connection the log says why, and new certificates are looked for.
+_LOOK_AGAIN_S = 10.0
 log = logging.getLogger(__name__)
 
 
@@ -27,9 +30,9 @@ class WorkerLink:
         on_lost: called when the stream of steps ends, also while no step runs.
     """
 
-    def __init__(self, address: str, on_lost: Callable[[], None]) -> None:
-        self._channel = rpc.dial(address)
-        self._stub = WorkerServiceStub(self._channel)
+    def __init__(self, address: str, on_lost: Callable[[], None], tls: ClientTls | None = None) -> None:
+        self._line = rpc.Line(address, tls)
+        self._stub = WorkerServiceStub(self._line.channel)
         self._on_lost = on_lost
         self._epoch = 0
         self._call: grpc.aio.StreamStreamCall[ExecuteModelRequest, ExecuteModelResponse] | None = None
@@ -41,7 +44,7 @@ class WorkerLink:
         """Waits, for ever if need be, until the worker serves, and opens a stream of steps to that life of it."""
         self.close_stream()
         while True:
-            await rpc.wait_for_serving(self._channel)
+            await self._wait_for_serving()
             try:
                 info = await self._stub.GetInfo(GetInfoRequest(), timeout=10)
                 break
@@ -54,6 +57,17 @@ class WorkerLink:
         self._responses = asyncio.Queue()
         self._reader = asyncio.create_task(_read(self._call, self._responses))
         return info
+
+    async def _wait_for_serving(self) -> None:
+        while True:
+            if await self._line.renew():
+                self._stub = WorkerServiceStub(self._line.channel)
+            try:
+                async with asyncio.timeout(_LOOK_AGAIN_S):
+                    return await rpc.wait_for_serving(self._line.channel)
+            except TimeoutError:
+                if obstacle := await self._line.obstacle():
+                    log.warning("no connection to the worker", extra={"details": obstacle})
 
     async def check(self) -> None:
         """Raises WorkerLost when the stream of steps has ended."""
@@ -109,7 +123,7 @@ class WorkerLink:
     async def close(self) -> None:
         """Hangs up."""
         self.close_stream()
-        await self._channel.close()
+        await self._line.channel.close()
 
     async def _last_words(self) -> str:
         assert self._call is not None

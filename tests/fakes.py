@@ -26,6 +26,7 @@ from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 from protos.rpc import Server, Service, dial, wait_for_serving
 from protos.sampling_pb2 import LogprobColumns, Sampling
 from protos.session_pb2_grpc import SessionServiceStub
+from protos.tls import ClientTls, ServerTls
 from protos.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from router.config import RouterSettings
 from router.tokenizer import Tokenizer
@@ -285,10 +286,10 @@ def request(prompt: str = "p", **stop: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=prompt, stop=pb.StopConditions(**stop))  # type: ignore[arg-type]
 
 
-async def start_worker(worker: FakeWorker, address: str) -> Server:
+async def start_worker(worker: FakeWorker, address: str, tls: ServerTls | None = None) -> Server:
     name = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
     server = Server([Service(name, add_WorkerServiceServicer_to_server, worker)])
-    await server.start(address)
+    await server.start(address, tls)
     await server.set_serving(True)
     return server
 
@@ -307,9 +308,17 @@ async def running(main: Callable[[asyncio.Event], object]) -> AsyncIterator[asyn
 
 @contextlib.asynccontextmanager
 async def control_plane(
-    worker: FakeWorker | None = None, *, router: dict[str, object] | None = None, **scheduler_options: object
+    worker: FakeWorker | None = None,
+    *,
+    router: dict[str, object] | None = None,
+    client_tls: ClientTls | None = None,
+    worker_tls: ServerTls | None = None,
+    **scheduler_options: object,
 ) -> AsyncIterator[ControlPlane]:
-    """Everything but a real worker, serving; at the end no request is live and no block is held."""
+    """Everything but a real worker, serving; at the end no request is live and no block is held.
+
+    Where the router has a port for operators, introspection is asked for there.
+    """
     worker = worker or FakeWorker()
     with tempfile.TemporaryDirectory(prefix="pw") as directory:
         tokenizer = Tokenizer(write_tokenizer(Path(directory) / "model"))
@@ -317,7 +326,7 @@ async def control_plane(
         scheduler_settings = SchedulerSettings(**(options | scheduler_options))
         router_options = {"listen": f"unix:{directory}/r", "scheduler": f"unix:{directory}/p", "drain_grace_s": 60.0}
         router_settings = RouterSettings(model=directory, **(router_options | (router or {})))
-        server = await start_worker(worker, f"unix:{directory}/w")
+        server = await start_worker(worker, f"unix:{directory}/w", worker_tls)
         proxy = Proxy(f"{directory}/s")
         await proxy.start(f"{directory}/p")
         plane = None
@@ -325,10 +334,14 @@ async def control_plane(
             async with (
                 running(lambda stop: scheduler_main.serve(scheduler_settings, stop)),
                 running(lambda stop: router_main.serve(router_settings, tokenizer, stop)) as stop_router,
-                dial(f"unix:{directory}/r") as channel,
+                dial(router_settings.listen, client_tls) as channel,
+                dial(
+                    router_settings.admin_listen or router_settings.listen,
+                    None if router_settings.admin_listen else client_tls,
+                ) as operators,
             ):
                 await wait_for_serving(channel)
-                generation, introspection = GenerationServiceStub(channel), IntrospectionServiceStub(channel)
+                generation, introspection = GenerationServiceStub(channel), IntrospectionServiceStub(operators)
                 plane = ControlPlane(worker, server, proxy, stop_router, directory, generation, introspection, channel)
                 yield plane
                 if not stop_router.is_set():

@@ -86,8 +86,8 @@ class FakeScheduler(SessionServiceServicer):
         )
         await self._context.write(session_pb2.SessionResponse(step_outputs=outputs))
 
-    async def reject(self, code: grpc.StatusCode, message: str) -> None:
-        rejected = session_pb2.Rejected(handle=1, code=code.value[0], message=message)
+    async def reject(self, code: grpc.StatusCode, message: str, handle: int = 1) -> None:
+        rejected = session_pb2.Rejected(handle=handle, code=code.value[0], message=message)
         await self._context.write(session_pb2.SessionResponse(rejected=rejected))
 
 

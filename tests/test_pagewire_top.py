@@ -200,7 +200,7 @@ def test_while_a_server_is_away_its_last_state_stays_and_the_headline_says_why()
 
 @pytest.mark.parametrize("console", [terminal(), Console(file=io.StringIO(), width=100)])
 def test_ctrl_c_ends_a_watch_cleanly_with_the_last_state_shown(console, monkeypatch):
-    def interrupted(target: str, interval_s: float):
+    def interrupted(target: str, interval_s: float, access):
         yield STATE
         raise KeyboardInterrupt
 

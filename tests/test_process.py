@@ -57,6 +57,28 @@ def test_log_lines_carry_their_facts_as_text_or_json(capsys):
     logging.getLogger().handlers.clear()
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_whatever_a_log_line_tells_of_is_one_line_and_forges_none(form, capsys):
+    evil = 'r1\n12:00:00.000 INFO  router     request\r\x1b[2J\u2028" outcome=OK'
+    start_logging("router", RouterSettings(model="m", log_format=form))
+    logging.getLogger("x").info("request", extra={"request_id": evil, "tenant": evil})
+    logging.getLogger("x").warning(evil)
+    try:
+        raise ValueError(evil)
+    except ValueError:
+        logging.getLogger("x").exception("bug")
+    logging.getLogger().handlers.clear()
+    written = capsys.readouterr().err
+    assert not set(written) & set("\r\x1b\u2028")
+    events = [line for line in written.splitlines() if not line.startswith("    ")]
+    assert len(events) == 3
+    assert not [line for line in events if line.startswith("12:00:00.000")]
+    if form == "json":
+        assert json.loads(events[0])["request_id"] == evil
+    else:
+        assert f"request_id={json.dumps(evil)}" in events[0]
+
+
 LOOP = """
 import asyncio, sys
 from protos.process import run

@@ -12,7 +12,7 @@ from router.tokenizer import GenerationDefaults
 
 # The model's own generation_config asks for sampling with filters.
 DEFAULTS = GenerationDefaults(eos_token_ids=(EOS,), temperature=0.7, top_p=0.9, top_k=40, min_p=0.1)
-MODEL = ServedModel("fake", context_length=200, vocabulary_size=260, max_n=8, defaults=DEFAULTS)
+MODEL = ServedModel("fake", context_length=200, vocabulary_size=260, max_num_seqs=8, defaults=DEFAULTS)
 
 
 def wanted(stop=None, output=None, priority=0, cache_salt="", **sampling) -> pb.GenerateRequest:
@@ -165,14 +165,14 @@ def test_priority_and_salt_are_handed_on():
 
 
 def test_logit_biases_are_bounded():
-    many = ServedModel("fake", context_length=200, vocabulary_size=5000, max_n=8, defaults=DEFAULTS)
+    many = ServedModel("fake", context_length=200, vocabulary_size=5000, max_num_seqs=8, defaults=DEFAULTS)
     checked(wanted(logit_bias=dict.fromkeys(range(1024), 1.0)), many)
     with pytest.raises(Refusal, match="at most 1024"):
         checked(wanted(logit_bias=dict.fromkeys(range(1025), 1.0)), many)
 
 
 def test_a_vocabulary_of_few_tokens_bounds_the_log_probabilities_that_can_be_asked_for():
-    few = ServedModel("fake", context_length=200, vocabulary_size=7, max_n=8, defaults=GenerationDefaults(()))
+    few = ServedModel("fake", context_length=200, vocabulary_size=7, max_num_seqs=8, defaults=GenerationDefaults(()))
     checked(wanted(output=pb.OutputOptions(logprobs=7)), few)
     with pytest.raises(Refusal, match=r"must be in 0 \.\. 7"):
         checked(wanted(output=pb.OutputOptions(logprobs=8)), few)
@@ -207,7 +207,7 @@ def test_who_asks_for_nothing_of_this_has_it_off():
 
 def test_the_models_own_repetition_penalty_and_typical_p_apply_where_nothing_else_is_said():
     defaults = GenerationDefaults(eos_token_ids=(EOS,), typical_p=0.5, repetition_penalty=1.25)
-    model = ServedModel("fake", context_length=200, vocabulary_size=260, max_n=8, defaults=defaults)
+    model = ServedModel("fake", context_length=200, vocabulary_size=260, max_num_seqs=8, defaults=defaults)
     sampling = checked(wanted(), model).sampling
     assert (sampling.typical_p, sampling.repetition_penalty) == (0.5, 1.25)
     sampling = checked(wanted(repetition_penalty=1), model).sampling
@@ -217,7 +217,7 @@ def test_the_models_own_repetition_penalty_and_typical_p_apply_where_nothing_els
 
 
 def test_a_prompt_so_long_that_its_log_probabilities_fill_no_message_is_refused():
-    long = ServedModel("fake", context_length=10**6, vocabulary_size=260, max_n=8, defaults=DEFAULTS)
+    long = ServedModel("fake", context_length=10**6, vocabulary_size=260, max_num_seqs=8, defaults=DEFAULTS)
     request = wanted(output=pb.OutputOptions(prompt_logprobs=19))
     assert resolve(request, "r", [1] * 50_000, "", long).sampling.num_prompt_logprobs == 19
     with pytest.raises(Refusal, match="asks for 1000020 with 50001 tokens; at most 1000000"):

@@ -5,12 +5,12 @@ from typing import Literal
 from pydantic import ByteSize, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from protos.process import Settings
+from protos.tls_settings import ServerTlsSettings
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 
 
-class WorkerSettings(Settings):
+class WorkerSettings(ServerTlsSettings):
     """Serves one model's forward passes to a scheduler."""
 
     selftest: bool = Field(

@@ -1,0 +1,73 @@
+"""How a client gets in: TLS and what it trusts, a certificate of its own, a token."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from pagewire.errors import PagewireError
+from protos.tls import ClientTls, TlsError
+
+
+class AccessError(PagewireError):
+    """A CA, certificate or key can not be used, or they do not go together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a server may ask of its clients.
+
+    Attributes:
+        tls: whether the connection is TLS; a CA or a certificate says so too.
+        ca: file of the CA certificates that the server's must come from; None for the well-known ones.
+        certificate: file of the certificate that the server is shown where it asks (mTLS), with `key`.
+        token: sent with each call. Without TLS it can be read on the way, which suits a sidecar on this machine only.
+    """
+
+    tls: bool = False
+    ca: Path | str | None = None
+    certificate: Path | str | None = None
+    key: Path | str | None = None
+    token: str | None = None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What each call carries."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+    def channel(self, target: str, options: list[tuple[str, Any]]) -> grpc.Channel:
+        """A channel for the sync stubs.
+
+        Raises:
+            AccessError: the files can not be used.
+        """
+        credentials = self._credentials()
+        if credentials is None:
+            return grpc.insecure_channel(target, options=options)
+        return grpc.secure_channel(target, credentials, options=options)
+
+    def aio_channel(self, target: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
+        """A channel for the asyncio stubs.
+
+        Raises:
+            AccessError: the files can not be used.
+        """
+        credentials = self._credentials()
+        if credentials is None:
+            return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.secure_channel(target, credentials, options=options)
+
+    def _credentials(self) -> grpc.ChannelCredentials | None:
+        if (self.certificate is None) != (self.key is None):
+            raise AccessError("--certificate and --key: give both, or neither")
+        if not (self.tls or self.ca or self.certificate):
+            return None
+        try:
+            return ClientTls(_path(self.ca), _path(self.certificate), _path(self.key)).credentials()
+        except TlsError as error:
+            raise AccessError(f"--ca, --certificate, --key: {error}") from error
+
+
+def _path(file: Path | str | None) -> Path | None:
+    return None if file is None else Path(file)

@@ -1,0 +1,29 @@
+"""Files that are replaced while we run, as certificates and tokens are: whether they have changed since last time."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class WatchedFiles:
+    """Tells by size, time and inode: one that is written anew, or renamed or linked into place, has changed."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = tuple(paths)
+        self._seen: object = None
+
+    def changed(self) -> bool:
+        """Whether any looks different than at the last call, or is gone since; the first call says yes."""
+        seen = [_look(path) for path in self._paths]
+        if seen == self._seen:
+            return False
+        self._seen = seen
+        return True
+
+
+def _look(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
