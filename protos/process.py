@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from protos import pollers as pollers  # what follows imports grpc
-from protos.errors import CannotListen
+from protos.errors import CannotListen, CannotTrace
 
 _SERVICES = ("ROUTER", "SCHEDULER", "WORKER")
 
@@ -31,6 +31,14 @@ class Settings(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
     log_format: Literal["text", "json"] = Field("text", description="logfmt-like text, or a JSON object per line")
+    metrics_listen: str = Field(
+        "", pattern=r"^$|:\d+$", description='address that Prometheus scrapes /metrics at: "host:port"; empty for none'
+    )
+    otlp_endpoint: str = Field(
+        "",
+        pattern="^$|^https?://",
+        description='collector that takes spans as OTLP over gRPC: "http://host:4317"; empty for none',
+    )
 
     @classmethod
     def parse(cls, service: str, arguments: Sequence[str] | None = None) -> Self:
@@ -143,6 +151,6 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     calm_collector()
     try:
         uvloop.run(supervised())
-    except CannotListen as error:
+    except (CannotListen, CannotTrace) as error:
         logging.getLogger(__name__).error(str(error))
         sys.exit(1)

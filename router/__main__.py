@@ -4,13 +4,15 @@ import asyncio
 import logging
 import sys
 
-from protos import process
+from protos import process, telemetry
 from protos.pagewire.v1 import generation_pb2, introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from protos.pagewire.v1.introspection_pb2_grpc import add_IntrospectionServiceServicer_to_server
 from protos.rpc import PUBLIC_MESSAGE_BYTES, Server, Service
+from router.calls import ClientCalls
 from router.config import RouterSettings
 from router.introspection import IntrospectionService
+from router.metrics import metrics_of
 from router.scheduler_link import SchedulerLink
 from router.server import GenerationService
 from router.tokenizer import Tokenizer, find_checkpoint
@@ -22,11 +24,13 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
     """Serves clients until `stop` is set; health is SERVING while the chain behind is up."""
     changed = asyncio.Event()
     link = SchedulerLink(settings.scheduler, on_change=changed.set)
+    tracer = telemetry.start_tracer("router", settings)
+    calls = ClientCalls(tracer)
     services = [
         Service(
             generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
             add_GenerationServiceServicer_to_server,
-            GenerationService(settings, tokenizer, link),
+            GenerationService(settings, tokenizer, link, calls),
         )
     ]
     if settings.introspection:
@@ -37,7 +41,8 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
                 IntrospectionService(link, stop, settings.write_stall_s),
             )
         )
-    server = Server(services, max_message_bytes=PUBLIC_MESSAGE_BYTES, reflect=settings.reflection)
+    server = Server(services, max_message_bytes=PUBLIC_MESSAGE_BYTES, reflect=settings.reflection, calls=calls)
+    metrics = telemetry.serve_metrics(settings, metrics_of(link, calls), link.labels, calls)
     await server.start(settings.listen)
     log.info("listening", extra={"address": settings.listen, "scheduler": settings.scheduler})
     tasks = [asyncio.create_task(link.run()), asyncio.create_task(_mirror_health(link, server, changed))]
@@ -49,6 +54,7 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     await link.close()
+    await telemetry.close(metrics, tracer)
     log.info("stopped")
     for result in results:
         if isinstance(result, Exception):

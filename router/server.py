@@ -1,7 +1,6 @@
 """The public gRPC API: check, tokenize, submit, relay. A TOKEN LEAVES THE SYSTEM HERE."""
 
 import asyncio
-import logging
 import secrets
 import time
 
@@ -10,7 +9,16 @@ import grpc
 from protos import session_pb2
 from protos.errors import Refusal, Violation, invalid_argument, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
-from router.check import ServedModel, check_before_tokenizing, check_length, check_model, check_token_ids, resolve
+from router.calls import ClientCalls
+from router.check import (
+    MAX_REQUEST_ID_BYTES,
+    ServedModel,
+    check_before_tokenizing,
+    check_length,
+    check_model,
+    check_token_ids,
+    resolve,
+)
 from router.client_stream import writing_to
 from router.config import RouterSettings
 from router.live_request import LiveRequest
@@ -19,16 +27,16 @@ from router.tokenizer import ChatTemplateError, Tokenizer
 
 # Longer texts are tokenized and decoded beside the event loop, which all streams share: this takes about 1 ms.
 _INLINE_CHARS = 4096
-log = logging.getLogger(__name__)
 
 
 class GenerationService:
     """Serves one model through one scheduler."""
 
-    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer, link: SchedulerLink) -> None:
+    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer, link: SchedulerLink, calls: ClientCalls) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
         self._link = link
+        self._calls = calls
         self._live_ids: set[str] = set()
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -37,7 +45,9 @@ class GenerationService:
             _Admission(self, request, context) as live,
             writing_to(context, self._settings.write_stall_s) as write,
         ):
-            last = False
+            response, last = await live.take()
+            await _tell_id(live, context)
+            await write(response)
             while not last:
                 response, last = await live.take()
                 await write(response)
@@ -55,6 +65,7 @@ class GenerationService:
                     text = outputs[delta.index].text + delta.text
                     outputs[delta.index].MergeFrom(delta)  # appends ids, but replaces text
                     outputs[delta.index].text = text
+            await _tell_id(live, context)
             return pb.CompleteResponse(
                 request_id=response.request_id,
                 outputs=outputs,
@@ -116,10 +127,13 @@ class GenerationService:
 
     async def admit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> LiveRequest:
         """Checks, tokenizes and submits a request."""
-        arrival = time.monotonic()
+        call = self._calls.of(context)
+        call.request_id = request.request_id[:MAX_REQUEST_ID_BYTES]
         model = self._model()
-        check_before_tokenizing(request, model, self._tokenizer.max_token_bytes)
-        request_id = request.request_id or f"req-{secrets.token_hex(8)}"
+        check_before_tokenizing(request, model, self._tokenizer.max_token_bytes, call.header_id)
+        call.model = model.name
+        call.operation = "chat" if request.HasField("chat") else "text_completion"
+        call.request_id = request_id = request.request_id or self._new_id(call.header_id)
         if request_id in self._live_ids:
             message = f"request_id: {request_id!r} is in use by a live request; send another or none"
             raise Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
@@ -128,35 +142,36 @@ class GenerationService:
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS", message, retry_delay_ms=1000)
         self._live_ids.add(request_id)
         try:
+            begin = time.monotonic()
             prompt_token_ids, text = await self._prompt(request)
+            call.tokenizing = (begin, time.monotonic())
             checked = resolve(request, request_id, prompt_token_ids, text if request.output.echo else "", model)
             handle = self._link.new_handle()
             live = LiveRequest(
                 handle,
                 checked,
                 self._tokenizer,
-                arrival,
+                call.arrival,
                 on_stop=lambda stream: self._link.stop_sequence(handle, stream),
+                trace=call.trace,
             )
             self._link.submit(live, context.time_remaining())
         except BaseException:
             self._live_ids.discard(request_id)
             raise
+        call.live = live
         return live
 
-    def release(self, live: LiveRequest, outcome: str) -> None:
+    def release(self, live: LiveRequest) -> None:
         """Forgets a request that has ended, one way or another."""
         self._live_ids.discard(live.request.request_id)
         self._link.release(live)
-        facts = {
-            "request_id": live.request.request_id,
-            "outcome": outcome,
-            "prompt_tokens": len(live.request.prompt_token_ids),
-            "output_tokens": live.num_tokens,
-            "ttft_ms": round(live.ttft_ms, 1),
-            "total_ms": round(live.total_ms, 1),
-        }
-        log.info("request", extra=facts)
+
+    def _new_id(self, header_id: str) -> str:
+        """An id for a request that brings none: its x-request-id, made unique where several requests share one."""
+        if not header_id:
+            return f"req-{secrets.token_hex(8)}"
+        return header_id if header_id not in self._live_ids else f"{header_id}-{secrets.token_hex(4)}"
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[list[int], str]:
         """Token ids of the prompt, and its text."""
@@ -213,14 +228,10 @@ class _Admission:
         self._live = await self._service.admit(self._request, self._context)
         return self._live
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        match error:
-            case None:
-                outcome = "OK"
-            case Refusal():
-                outcome = error.code.name
-            case asyncio.CancelledError():
-                outcome = "CANCELLED"
-            case _:
-                outcome = "INTERNAL"
-        self._service.release(self._live, outcome)
+    async def __aexit__(self, *_: object) -> None:
+        self._service.release(self._live)
+
+
+async def _tell_id(live: LiveRequest, context: grpc.aio.ServicerContext) -> None:
+    """Gives the request's id in a header: with the first answer, since behind headers nobody can retry a call."""
+    await context.send_initial_metadata((("x-request-id", live.request.request_id),))
