@@ -123,4 +123,4 @@ def _of_calls(calls: Calls[Call]) -> "Iterator[Family]":
 
 def _camel(code: str) -> str:
     """`DeadlineExceeded`, as go-grpc-prometheus writes codes, and dashboards expect them."""
-    return code if code == "OK" else code.title().replace("_", "")
+    return {"OK": "OK", "CANCELLED": "Canceled"}.get(code, code.title().replace("_", ""))

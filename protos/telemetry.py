@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from protos import pollers as pollers  # what follows imports grpc
 from protos.calls import Calls
 from protos.errors import CannotTrace
 from protos.metrics import Exporter, Metric
