@@ -1,6 +1,7 @@
 """The HTTP side of Prometheus: /metrics, on threads beside the event loop."""
 
 import asyncio
+import logging
 import socket
 import socketserver
 import threading
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from protos.errors import CannotListen
 from protos.metrics import Exporter
 
+log = logging.getLogger(__name__)
 # A scraper that stops in the middle of its request holds a thread no longer than this.
 _SCRAPE_TIMEOUT_S = 10
 
@@ -58,6 +60,10 @@ class _HttpServer(socketserver.ThreadingMixIn, WSGIServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A scraper that hung up or was too slow is no news; the class above would print where it was read from."""
+        log.debug("scrape failed", exc_info=True, extra={"peer": client_address})
 
 
 class _Handler(WSGIRequestHandler):

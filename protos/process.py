@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -13,13 +14,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, NoReturn, Self
 
 import uvloop
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from protos import pollers as pollers  # what follows imports grpc
 from protos.errors import CannotListen, CannotTrace
 
 _SERVICES = ("ROUTER", "SCHEDULER", "WORKER")
+_ADDRESSES = {
+    "metrics_listen": (r".+:\d+", "127.0.0.1:9464"),
+    "otlp_endpoint": (r"https?://.+", "http://127.0.0.1:4317"),
+}
 
 
 class Settings(BaseSettings):
@@ -31,14 +37,17 @@ class Settings(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
     log_format: Literal["text", "json"] = Field("text", description="logfmt-like text, or a JSON object per line")
-    metrics_listen: str = Field(
-        "", pattern=r"^$|:\d+$", description='address that Prometheus scrapes /metrics at: "host:port"; empty for none'
-    )
-    otlp_endpoint: str = Field(
-        "",
-        pattern="^$|^https?://",
-        description='collector that takes spans as OTLP over gRPC: "http://host:4317"; empty for none',
-    )
+    metrics_listen: str = Field("", description='address that Prometheus scrapes: "host:port"; empty for none')
+    otlp_endpoint: str = Field("", description='collector of spans, OTLP over gRPC: "http://host:4317"; empty for none')
+
+    @field_validator("metrics_listen", "otlp_endpoint")
+    @classmethod
+    def _check_address(cls, value: str, info: ValidationInfo) -> str:
+        form, example = _ADDRESSES[str(info.field_name)]
+        if value and not re.fullmatch(form, value):
+            facts = {"value": value, "example": example}
+            raise PydanticCustomError("address", "{value} is no address here; write it like {example}", facts)
+        return value
 
     @classmethod
     def parse(cls, service: str, arguments: Sequence[str] | None = None) -> Self:
@@ -80,6 +89,8 @@ def start_logging(service: str, settings: Settings) -> None:
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
 
 
+# Text that needs no quotes: no space, nothing that a client could fake a fact or a line with.
+_BARE = re.compile(r"[!#-~]*")
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -93,7 +104,7 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         facts = "".join(
-            f" {name}={json.dumps(value) if isinstance(value, str) and ' ' in value else value}"
+            f" {name}={value if not isinstance(value, str) or _BARE.fullmatch(value) else json.dumps(value)}"
             for name, value in vars(record).items()
             if name not in _PLAIN
         )

@@ -49,10 +49,8 @@ async def test_two_requests_that_fight_for_blocks_are_told_of_by_all_three(model
             await asyncio.gather(*(complete(running, letter * 24, 48, letter) for letter in "ab"))
             texts = {service: await asyncio.to_thread(fetch, port) for service, port in ports.items()}
             # Before the end, which the collector does not live to see: this test waits for it without its event loop.
-            names = ["tokenize", "queue", "prefill", "decode"]
-            await received.until(
-                lambda seen: len(seen.named(ROOT)) == 2 and all(len(seen.named(n)) == 2 for n in names)
-            )
+            twice = [ROOT, "tokenize", "queue", "prefill", "decode"]
+            await received.until(lambda seen: all(len(seen.named(name)) == 2 for name in twice))
             await received.until(lambda seen: seen.named("preempted") and len(seen.named("execute")) == 3)
             log = running.services["router"].log.read_text()
     roots = {span.attributes["gen_ai.response.id"]: span for span in received.spans if span.name == ROOT}
