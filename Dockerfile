@@ -20,7 +20,8 @@ RUN python3 -c 'import pathlib, tomllib; \
         toml = tomllib.loads(pathlib.Path("pyproject.toml").read_text()); \
         worker = toml["project"]["optional-dependencies"]["worker"]; \
         torch = [line for line in worker if line.startswith("torch==")]; \
-        files = {"build": toml["build-system"]["requires"], "services": toml["project"]["dependencies"], \
+        services = toml["project"]["dependencies"] + toml["project"]["optional-dependencies"]["otel"]; \
+        files = {"build": toml["build-system"]["requires"], "services": services, \
                  "torch": torch, "worker": [line for line in worker if line not in torch]}; \
         [pathlib.Path(f"{name}.txt").write_text("\n".join(lines) + "\n") for name, lines in files.items()]'
 

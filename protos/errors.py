@@ -59,6 +59,10 @@ class CannotListen(OSError):
     """A server's address can not be bound; the message names it."""
 
 
+class CannotTrace(RuntimeError):
+    """Spans were asked for, and can not be made; the message says what is missing."""
+
+
 def invalid_argument(violations: Sequence[Violation]) -> Refusal:
     """INVALID_ARGUMENT naming the violations, the first of very many; the message repeats them for plain clients."""
     if len(violations) > _MAX_VIOLATIONS:

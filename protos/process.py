@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -13,14 +14,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, NoReturn, Self
 
 import uvloop
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from protos import pollers as pollers  # what follows imports grpc
-from protos.errors import CannotListen
+from protos.errors import CannotListen, CannotTrace
 
 # Whose settings may stand in one environment; CLIENT stands for the command line's.
 _SERVICES = ("ROUTER", "SCHEDULER", "WORKER", "CLIENT")
+_ADDRESSES = {
+    "metrics_listen": (r".+:\d+", "127.0.0.1:9464"),
+    "otlp_endpoint": (r"https?://.+", "http://127.0.0.1:4317"),
+}
 
 
 class Settings(BaseSettings):
@@ -32,6 +38,17 @@ class Settings(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
     log_format: Literal["text", "json"] = Field("text", description="logfmt-like text, or a JSON object per line")
+    metrics_listen: str = Field("", description='address that Prometheus scrapes: "host:port"; empty for none')
+    otlp_endpoint: str = Field("", description='collector of spans, OTLP over gRPC: "http://host:4317"; empty for none')
+
+    @field_validator("metrics_listen", "otlp_endpoint")
+    @classmethod
+    def _check_address(cls, value: str, info: ValidationInfo) -> str:
+        form, example = _ADDRESSES[str(info.field_name)]
+        if value and not re.fullmatch(form, value):
+            facts = {"value": value, "example": example}
+            raise PydanticCustomError("address", "{value} is no address here; write it like {example}", facts)
+        return value
 
     @classmethod
     def parse(cls, service: str, arguments: Sequence[str] | None = None) -> Self:
@@ -158,6 +175,6 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     calm_collector()
     try:
         uvloop.run(supervised())
-    except CannotListen as error:
+    except (CannotListen, CannotTrace) as error:
         logging.getLogger(__name__).error(str(error))
         sys.exit(1)

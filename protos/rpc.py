@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from protos.calls import Calls
 from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to_status, unavailable
 from protos.tls import ClientTls, ServerTls, TlsError
 from protos.watched_files import WatchedFiles
@@ -143,6 +144,9 @@ class Server:
 
     Its health names are "", every service's full name, and `LIVENESS`; all but the last are NOT_SERVING until
     `set_serving(True)`.
+
+    Args:
+        calls: is told of every call of the services.
     """
 
     def __init__(
@@ -153,10 +157,12 @@ class Server:
         reflect: bool = True,
         show_channels: bool = True,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        calls: Calls[Any] | None = None,
     ) -> None:
+        self.calls: Calls[Any] = calls or Calls()
         self._boundary = _Boundary()
         self._server = grpc.aio.server(
-            interceptors=[*interceptors, self._boundary], options=server_options(max_message_bytes)
+            interceptors=[self.calls, *interceptors, self._boundary], options=server_options(max_message_bytes)
         )
         self._health = health.aio.HealthServicer()
         self._names = ["", *(service.full_name for service in services)]

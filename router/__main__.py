@@ -5,13 +5,15 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from protos import process
+from protos import process, telemetry
 from protos.pagewire.v1 import generation_pb2, introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from protos.pagewire.v1.introspection_pb2_grpc import add_IntrospectionServiceServicer_to_server
 from protos.rpc import PUBLIC_MESSAGE_BYTES, Server, Service
+from router.calls import ClientCalls
 from router.config import RouterSettings
 from router.introspection import IntrospectionService
+from router.metrics import metrics_of
 from router.scheduler_link import SchedulerLink
 from router.server import GenerationService
 from router.tenants import ByToken, Tenants, TokenGate, tenants_of
@@ -24,9 +26,12 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
     """Serves clients until `stop` is set; health is SERVING while the chain behind is up."""
     changed = asyncio.Event()
     link = SchedulerLink(settings.scheduler, on_change=changed.set, tls=settings.scheduler_tls)
+    tracer = telemetry.start_tracer("router", settings)
+    calls = ClientCalls(tracer)
     tenants = tenants_of(settings)
-    generation = GenerationService(settings, tokenizer, link, tenants)
-    servers = _servers(settings, generation, link, tenants, stop)
+    generation = GenerationService(settings, tokenizer, link, tenants, calls)
+    servers = _servers(settings, generation, link, tenants, calls, stop)
+    metrics = telemetry.serve_metrics(settings, metrics_of(link, calls), link.labels, calls)
     await servers[0].start(settings.listen, settings.server_tls)
     if settings.admin_listen is not None:
         await servers[1].start(settings.admin_listen)
@@ -48,6 +53,7 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     await link.close()
+    await telemetry.close(metrics, tracer)
     log.info("stopped")
     for result in results:
         if isinstance(result, Exception):
@@ -55,7 +61,12 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
 
 
 def _servers(
-    settings: RouterSettings, generation: GenerationService, link: SchedulerLink, tenants: Tenants, stop: asyncio.Event
+    settings: RouterSettings,
+    generation: GenerationService,
+    link: SchedulerLink,
+    tenants: Tenants,
+    calls: ClientCalls,
+    stop: asyncio.Event,
 ) -> list[Server]:
     """The clients' server, and behind it the operators' where there is a port for one."""
     name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -75,6 +86,7 @@ def _servers(
         reflect=settings.reflection and not has_admin,
         show_channels=not has_admin,
         interceptors=[TokenGate(tenants)] if isinstance(tenants, ByToken) else [],
+        calls=calls,
     )
     if not has_admin:
         return [clients]

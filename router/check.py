@@ -122,8 +122,10 @@ def check_model(name: str, served: str) -> None:
         raise Refusal(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", message)
 
 
-def check_before_tokenizing(request: pb.GenerateRequest, model: ServedModel, max_token_bytes: int) -> None:
-    """Refuses what can be refused without the prompt's tokens.
+def check_before_tokenizing(
+    request: pb.GenerateRequest, model: ServedModel, max_token_bytes: int, header_id: str = ""
+) -> None:
+    """Refuses what can be refused without the prompt's tokens; `header_id` is x-request-id, if the call has one.
 
     Raises:
         Refusal: NOT_FOUND for another model, INVALID_ARGUMENT with all violations, UNIMPLEMENTED with all fields that
@@ -131,7 +133,8 @@ def check_before_tokenizing(request: pb.GenerateRequest, model: ServedModel, max
     """
     check_model(request.model, model.name)
     found = _Violations()
-    _check_printable("request_id", request.request_id, MAX_REQUEST_ID_BYTES, found)
+    id_name, request_id = ("request_id", request.request_id) if request.request_id else ("x-request-id", header_id)
+    _check_printable(id_name, request_id, MAX_REQUEST_ID_BYTES, found)
     _check_prompt(request, model, max_token_bytes, found)
     _check_sampling(request.sampling, model, found)
     _check_search(request, found)

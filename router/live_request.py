@@ -14,6 +14,7 @@ from protos import session_pb2
 from protos.errors import Refusal
 from protos.logprobs import Logprobs
 from protos.pagewire.v1 import generation_pb2 as pb
+from protos.trace_context import TraceContext
 from router.check import CheckedRequest
 from router.detokenizer import Detokenizer, Match, StopStrings
 from router.logprobs import of_prompt, token_logprobs
@@ -34,6 +35,7 @@ class OutputStream:
         num_tokens: tokens received and counted; none after a stop string's last.
         ended: the scheduler has reported its end.
         cumulative_logprob: of all its tokens; known when it has ended.
+        finish_reason: why it ended, when it has.
     """
 
     def __init__(self, index: int, request: CheckedRequest, tokenizer: Tokenizer) -> None:
@@ -42,6 +44,7 @@ class OutputStream:
         self.num_received = 0
         self.ended = False
         self.cumulative_logprob = 0.0
+        self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
         self._match: Match | None = None
         self._request = request
         self._detokenizer = Detokenizer(tokenizer.backend, request.prompt_token_ids)
@@ -106,12 +109,12 @@ class OutputStream:
         self.cumulative_logprob = end.cumulative_logprob
         self._has_delta = True
         self._delta.cumulative_logprob = end.cumulative_logprob
+        self.finish_reason = pb.FINISH_REASON_STOP if self.stopped else _FINISH_REASON[end.status]
+        self._delta.finish_reason = self.finish_reason
         if self._match is not None:
-            self._delta.finish_reason = pb.FINISH_REASON_STOP
             self._delta.stop_match.string = self._match.stop
             return
         self._delta.text += self._stops.flush()
-        self._delta.finish_reason = _FINISH_REASON[end.status]
         self._delta.finish_message = end.message
         if end.HasField("stop_token_id"):
             self._delta.stop_match.token_id = end.stop_token_id
@@ -128,6 +131,10 @@ class LiveRequest:
     Args:
         handle: its number on the session.
         on_stop: called with a sequence in whose text a stop string was found.
+        trace: the span that the request is part of, for the scheduler.
+
+    Attributes:
+        stats: what the scheduler told with the end of a sequence; None before the first.
     """
 
     def __init__(
@@ -138,6 +145,7 @@ class LiveRequest:
         arrival: float,
         on_stop: Callable[[OutputStream], None],
         clock: Callable[[], float] = time.monotonic,
+        trace: TraceContext | None = None,
     ) -> None:
         self.handle = handle
         self.request = request
@@ -145,10 +153,11 @@ class LiveRequest:
         self.finished = False
         self.ttft_ms = 0.0
         self.num_taken = 0
+        self.stats: session_pb2.RequestStats | None = None
+        self.trace = trace
         self._arrival = arrival
         self._on_stop = on_stop
         self._clock = clock
-        self._stats = session_pb2.RequestStats()
         self._refusal: Refusal | None = None
         self._prompt_logprobs: Logprobs | None = None
         # As the client gets them; None until they are written, empty once they are told.
@@ -162,6 +171,11 @@ class LiveRequest:
     def num_tokens(self) -> int:
         """Output tokens so far, of all its sequences."""
         return sum(stream.num_tokens for stream in self.streams)
+
+    @property
+    def finish_reasons(self) -> list[pb.FinishReason]:
+        """Why its sequences ended, by index; of those that have not, unspecified."""
+        return [stream.finish_reason for stream in self.streams]
 
     @property
     def has_told(self) -> bool:
@@ -202,7 +216,7 @@ class LiveRequest:
         if stream.stopped and not was_stopped and not stream.ended:
             self._on_stop(stream)
         if end is not None:
-            self._stats = end.stats
+            self.stats = end.stats
             self.finished = all(stream.ended for stream in self.streams)
         if stream.has_delta and not self._holds_back:
             self._filled.set()
@@ -263,7 +277,8 @@ class LiveRequest:
         return outputs
 
     def _conclude(self, response: pb.GenerateResponse) -> None:
-        stats = self._stats
+        stats = self.stats
+        assert stats is not None, "finished, and the scheduler has told of no end"
         response.usage.prompt_tokens = len(self.request.prompt_token_ids)
         response.usage.cached_prompt_tokens = stats.num_cached_prompt_tokens
         response.usage.completion_tokens = self.num_tokens

@@ -59,9 +59,18 @@ class SchedulerLink:
         return self._connected and self.load.serving and not self._draining
 
     @property
+    def connected(self) -> bool:
+        """Whether there is a session, and the load is what the scheduler says."""
+        return self._connected
+
+    @property
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
+
+    def labels(self) -> dict[str, str] | None:
+        """Of this router's metrics; None before the first connection."""
+        return None if self.welcome is None else {"model_name": self.welcome.model.model}
 
     def new_handle(self) -> int:
         """A number that no other request of this router has."""
@@ -196,6 +205,8 @@ class SchedulerLink:
             beam_search=request.beam_search,
             tenant=request.tenant,
             tenant_weight=request.tenant_weight,
+            traceparent=live.trace.traceparent if live.trace else "",
+            tracestate=live.trace.tracestate if live.trace else "",
             timeout_ms=0 if deadline is None else max(1, int((deadline - time.monotonic()) * 1e3)),
         )
         self._send(pb.SessionRequest(submit=submit))

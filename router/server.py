@@ -1,7 +1,6 @@
 """The public gRPC API: check, tokenize, submit, relay. A TOKEN LEAVES THE SYSTEM HERE."""
 
 import asyncio
-import logging
 import secrets
 import time
 from dataclasses import replace
@@ -11,7 +10,9 @@ import grpc
 from protos import session_pb2
 from protos.errors import Refusal, Violation, invalid_argument, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
+from router.calls import ClientCalls
 from router.check import (
+    MAX_REQUEST_ID_BYTES,
     CheckedRequest,
     RequestLimits,
     ServedModel,
@@ -32,20 +33,27 @@ from router.tokenizer import ChatTemplateError, Tokenizer
 
 # Longer texts are tokenized and decoded beside the event loop, which all streams share: this takes about 1 ms.
 _INLINE_CHARS = 4096
-# A request that ends so without a token was not computed, and costs its tenant nothing.
-_UNSERVED = (grpc.StatusCode.RESOURCE_EXHAUSTED.name, grpc.StatusCode.UNAVAILABLE.name)
-log = logging.getLogger(__name__)
+# Who is refused so before a token was computed is not charged.
+_TURNED_AWAY = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 
 
 class GenerationService:
     """Serves one model through one scheduler."""
 
-    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer, link: SchedulerLink, tenants: Tenants) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        tokenizer: Tokenizer,
+        link: SchedulerLink,
+        tenants: Tenants,
+        calls: ClientCalls,
+    ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
         self._link = link
         self.heartbeats = Heartbeats(link, settings.heartbeat_s)
         self._tenants = tenants
+        self._calls = calls
         self._tenant_limits = TenantLimits()
         # By the ids that the scheduler knows.
         self._live: dict[str, Permit] = {}
@@ -59,8 +67,10 @@ class GenerationService:
             _Admission(self, request, context) as live,
             writing_to(context, self._settings.write_stall_s) as write,
         ):
-            last = False
             with self.heartbeats.over(live):
+                response, last = await live.take()
+                await _tell_id(live, context)
+                await write(response)
                 while not last:
                     response, last = await live.take()
                     await write(response)
@@ -78,6 +88,7 @@ class GenerationService:
                     text = outputs[delta.index].text + delta.text
                     outputs[delta.index].MergeFrom(delta)  # appends ids, but replaces text
                     outputs[delta.index].text = text
+            await _tell_id(live, context)
             return pb.CompleteResponse(
                 request_id=response.request_id,
                 outputs=outputs,
@@ -144,11 +155,14 @@ class GenerationService:
 
     async def admit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> LiveRequest:
         """Checks, tokenizes and submits a request."""
-        arrival = time.monotonic()
+        call = self._calls.of(context)
+        call.request_id = request.request_id[:MAX_REQUEST_ID_BYTES]
         tenant = self._tenants.of(context)
         model = self._model()
-        check_before_tokenizing(request, model, self._tokenizer.max_token_bytes)
-        request_id = request.request_id or f"req-{secrets.token_hex(8)}"
+        check_before_tokenizing(request, model, self._tokenizer.max_token_bytes, call.header_id)
+        call.model = model.name
+        call.operation = "chat" if request.HasField("chat") else "text_completion"
+        call.request_id = request_id = request.request_id or self._new_id(tenant, call.header_id)
         scoped_id = self._tenants.scoped(tenant, request_id)
         if scoped_id in self._live:
             message = f"request_id: {request_id!r} is in use by a live request; send another or none"
@@ -158,7 +172,9 @@ class GenerationService:
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS", message, retry_delay_ms=1000)
         permit = self._live[scoped_id] = self._tenant_limits.enter(tenant)
         try:
+            begin = time.monotonic()
             prompt_token_ids, text = await self._prompt(request)
+            call.tokenizing = (begin, time.monotonic())
             checked = resolve(request, request_id, prompt_token_ids, text if request.output.echo else "", model)
             checked = self._of_tenant(checked, tenant)
             self._tenant_limits.charge_prompt(permit, len(prompt_token_ids))
@@ -167,34 +183,33 @@ class GenerationService:
                 handle,
                 checked,
                 self._tokenizer,
-                arrival,
+                call.arrival,
                 on_stop=lambda stream: self._link.stop_sequence(handle, stream),
+                trace=call.trace,
             )
             self._link.submit(live, context.time_remaining())
         except BaseException:
             del self._live[scoped_id]
             self._tenant_limits.cancel(permit)
             raise
+        call.live = live
         return live
 
-    def release(self, live: LiveRequest, outcome: str) -> None:
+    def release(self, live: LiveRequest, error: BaseException | None) -> None:
         """Forgets a request that has ended, one way or another."""
         permit = self._live.pop(live.request.scoped_id)
-        if outcome in _UNSERVED and live.num_tokens == 0:
+        if isinstance(error, Refusal) and error.code in _TURNED_AWAY and live.num_tokens == 0:
             self._tenant_limits.cancel(permit)
         else:
             self._tenant_limits.leave(permit, live.num_tokens)
         self._link.release(live)
-        facts = {
-            "request_id": live.request.request_id,
-            "tenant": live.request.tenant,
-            "outcome": outcome,
-            "prompt_tokens": len(live.request.prompt_token_ids),
-            "output_tokens": live.num_tokens,
-            "ttft_ms": round(live.ttft_ms, 1),
-            "total_ms": round(live.total_ms, 1),
-        }
-        log.info("request", extra=facts)
+
+    def _new_id(self, tenant: Tenant, header_id: str) -> str:
+        """An id for a request that brings none: its x-request-id, made unique where several requests share one."""
+        if not header_id:
+            return f"req-{secrets.token_hex(8)}"
+        is_taken = self._tenants.scoped(tenant, header_id) in self._live
+        return f"{header_id}-{secrets.token_hex(4)}" if is_taken else header_id
 
     def _of_tenant(self, request: CheckedRequest, tenant: Tenant) -> CheckedRequest:
         """The same request, apart from those of other tenants."""
@@ -264,13 +279,9 @@ class _Admission:
         return self._live
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        match error:
-            case None:
-                outcome = "OK"
-            case Refusal():
-                outcome = error.code.name
-            case asyncio.CancelledError():
-                outcome = "CANCELLED"
-            case _:
-                outcome = "INTERNAL"
-        self._service.release(self._live, outcome)
+        self._service.release(self._live, error)
+
+
+async def _tell_id(live: LiveRequest, context: grpc.aio.ServicerContext) -> None:
+    """Gives the request's id in a header: with the first answer, since behind headers nobody can retry a call."""
+    await context.send_initial_metadata((("x-request-id", live.request.request_id),))

@@ -4,11 +4,13 @@ import asyncio
 import logging
 import secrets
 
-from protos import process, session_pb2
+from protos import process, session_pb2, telemetry
 from protos.rpc import Server, Service
 from protos.session_pb2_grpc import add_SessionServiceServicer_to_server
 from scheduler.config import SchedulerSettings
 from scheduler.loop import SchedulerLoop
+from scheduler.metrics import metrics_of
+from scheduler.observer import Observer
 from scheduler.server import SessionService
 from scheduler.sessions import Sessions
 
@@ -19,11 +21,14 @@ log = logging.getLogger("scheduler")
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     """Serves routers until `stop` is set; health is SERVING while a worker is."""
-    sessions = Sessions()
-    loop = SchedulerLoop(settings, sessions)
+    tracer = telemetry.start_tracer("scheduler", settings)
+    observer = Observer(tracer)
+    sessions = Sessions(observer.added, observer.ended)
+    loop = SchedulerLoop(settings, sessions, observer)
     service = SessionService(settings, loop, sessions, epoch=secrets.randbits(63))
     name = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
     server = Server([Service(name, add_SessionServiceServicer_to_server, service)])
+    metrics = telemetry.serve_metrics(settings, metrics_of(loop, observer), loop.labels, server.calls)
     await server.start(settings.listen, settings.server_tls)
     log.info("listening", extra={"address": settings.listen, "worker": settings.worker})
     tasks = [
@@ -43,6 +48,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     await loop.close()
+    await telemetry.close(metrics, tracer)
     log.info("stopped")
     for result in results:
         if isinstance(result, Exception):

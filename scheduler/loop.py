@@ -18,6 +18,7 @@ from protos.patience import Patience
 from protos.worker_pb2 import GetInfoResponse
 from scheduler.block_manager import BlockManager
 from scheduler.config import SchedulerSettings
+from scheduler.observer import Observer
 from scheduler.pacing import Pacing
 from scheduler.plan import Finished, Plan, StepResult
 from scheduler.scheduler import Scheduler
@@ -46,6 +47,7 @@ class SchedulerLoop:
         self,
         settings: SchedulerSettings,
         sessions: Sessions,
+        observer: Observer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core: Scheduler | None = None
@@ -57,10 +59,15 @@ class SchedulerLoop:
         self._settings = settings
         self._link = WorkerLink(settings.worker, on_lost=self.wake, tls=settings.worker_tls)
         self._sessions = sessions
+        self._observer = observer
         self._clock = clock
         self._work = asyncio.Event()
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()
+
+    def labels(self) -> dict[str, str] | None:
+        """Of this scheduler's metrics; None before the first worker."""
+        return None if self.info is None else {"model_name": self.info.model}
 
     def wake(self) -> None:
         """There may be something to plan, or no worker to plan for any more."""
@@ -150,7 +157,7 @@ class SchedulerLoop:
                     if pacing.oldest is None:
                         patience.begin()
                     pacing.add(plan, self.core.rates.expected_step_s(plan.num_tokens, plan.num_prefill_tokens), now)
-                    await self._link.send(plan)
+                    await self._link.send(plan, self._observer.traces_of(plan))
                 elif pacing.oldest is not None:
                     pacing.rest()
                 else:
@@ -174,6 +181,7 @@ class SchedulerLoop:
         assert self.core is not None
         self._sessions.purge(now - max(_RETENTION_S, self._settings.lease_s))
         plan = self.core.schedule(now)
+        self._observer.planned(plan, now)
         self._sessions.deliver_tokens(plan.new_tokens)
         self.deliver_finished(plan.ignored)
         for dropped in plan.dropped:
@@ -188,7 +196,8 @@ class SchedulerLoop:
         outputs = self.core.update(plan, result)
         for group in outputs.failed:
             self._fail(group, grpc.StatusCode.INTERNAL, "the model's logits are not finite for this request")
-        self._sessions.deliver_tokens(outputs.new_tokens)
+        begun = self._sessions.deliver_tokens(outputs.new_tokens)
+        self._observer.stepped(plan, outputs, begun, self.core, self.last_step_ms / 1e3)
         self.deliver_finished(outputs.finished)
         self._settled.set()
 
@@ -207,6 +216,7 @@ class SchedulerLoop:
         assert self.core is not None
         self._set_serving(False)
         groups = self.core.requeue_running()
+        self._observer.lost(groups)
         log.error("worker lost", extra={"reason": reason, "requeued": len(groups)})
         for group in groups:
             if group.num_failed_steps >= self._settings.max_failed_steps:

@@ -7,8 +7,10 @@ from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from protos import worker_pb2
 from protos.columns import pack, unpack, unpack_floats
 from protos.sampling_pb2 import LogprobColumns
+from protos.trace_context import TraceContext
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, NewRequest
 from scheduler.preemption import Preemption
 from scheduler.sequence import Sequence, SequenceGroup
@@ -82,6 +84,7 @@ class Plan:
         ignored: sequences of groups that are too large for the pool, or for the one that replaced it; they have ended.
         dropped: groups whose deadline passed, or can not be met; they have ended.
         preempted: groups that lost their blocks to older ones.
+        resumed: groups that had lost them before, and run again.
         new_groups: groups in the rows that the worker has not seen.
         forget: numbers of requests that the worker has seen and nobody needs.
         telling: rows whose logits tell of their prompts' tokens: places in `rows`, and the position from which on.
@@ -98,6 +101,7 @@ class Plan:
     ignored: list[Finished] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     preempted: list[Preemption] = field(default_factory=list)
+    resumed: list[SequenceGroup] = field(default_factory=list)
     forget: list[int] = field(default_factory=list)
     telling: list[tuple[int, int]] = field(default_factory=list)
     num_tokens: int = 0
@@ -151,7 +155,7 @@ class StepOutputs:
     failed: list[SequenceGroup] = field(default_factory=list)
 
 
-def to_request(plan: Plan, epoch: int) -> ExecuteModelRequest:
+def to_request(plan: Plan, epoch: int, traces: Seq[TraceContext] = ()) -> ExecuteModelRequest:
     """The plan in the columns of the worker's protocol; before anything else changes a block table."""
     numbers: list[int] = []
     indexes: list[int] = []
@@ -195,6 +199,7 @@ def to_request(plan: Plan, epoch: int) -> ExecuteModelRequest:
         finished_request_ids=pack(plan.forget),
         prompt_logprob_rows=pack(place for place, _ in plan.telling),
         prompt_logprob_starts=pack(start for _, start in plan.telling),
+        traces=[worker_pb2.TraceContext(traceparent=t.traceparent, tracestate=t.tracestate) for t in traces],
     )
 
 

@@ -349,6 +349,7 @@ class Scheduler:
                 return self._hold_up(group, Reason.BLOCKS)
             self._blocked = None
             plan.blocks_to_swap_in += queues.swap_in(group)
+            plan.resumed.append(group)
             self.num_swap_ins += 1
             if self.policy.prefix_caching:
                 for sequence in group.live:  # all at once, so that those who share a block agree on what it holds
@@ -388,6 +389,8 @@ class Scheduler:
                 group.num_cached_prompt_tokens = group.root.num_computed_tokens
                 self.num_looked_up_tokens += group.num_prompt_tokens
                 self.num_found_tokens += group.num_cached_prompt_tokens
+            else:
+                plan.resumed.append(group)
             num_tokens = min(num_missing, num_tokens_left)
             add_row(plan, group, group.root, num_tokens, self.blocks, cached=self.policy.prefix_caching)
         return None

@@ -12,6 +12,7 @@ from protos import session_pb2 as pb
 from protos.columns import pack, unpack
 from protos.errors import Refusal, unavailable
 from protos.rpc import SESSION_PROTOCOL_VERSION
+from protos.trace_context import TraceContext
 from scheduler.admission import QueueFull
 from scheduler.beam import BeamParams, EarlyStopping
 from scheduler.config import SchedulerSettings
@@ -113,6 +114,7 @@ class SessionService:
                     serving=self._loop.serving,
                     num_waiting=core.num_waiting,
                     num_running=core.num_running,
+                    num_swapped=core.num_swapped,
                     kv_usage=1 - core.blocks.num_free / core.blocks.num_blocks,
                 )
                 if load != self._load:
@@ -209,7 +211,8 @@ class SessionService:
                 return _reject(outbox, submit.handle, code, str(full), math.ceil(full.retry_s * 1e3))
             except ValueError as error:
                 return _reject(outbox, submit.handle, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            self._sessions.add(session, submit.handle, group)
+            trace = TraceContext.parse(submit.traceparent, submit.tracestate)
+            self._sessions.add(session, submit.handle, group, trace if trace and trace.sampled else None)
             self._loop.wake()
         accepted = pb.Accepted(handle=submit.handle)
         return outbox.put(pb.SessionResponse(accepted=accepted))

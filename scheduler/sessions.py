@@ -7,14 +7,16 @@ the loop: what it has not taken is merged, so that an outbox is bounded by the l
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from protos import session_pb2 as pb
 from protos.columns import pack
 from protos.logprobs import Logprobs, to_columns
+from protos.trace_context import TraceContext
 from scheduler.plan import Finished, NewTokens
 from scheduler.sequence import Sequence, SequenceGroup, Status
+from scheduler.timeline import Timeline
 
 _FINISH_STATUS = {
     Status.FINISHED_STOPPED: pb.FINISH_STATUS_STOPPED,
@@ -125,11 +127,16 @@ class Outbox:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A router's request: its group, and how it ended, for a router that must hear of it again."""
+    """A router's request: its group, and how it ended, for a router that must hear of it again.
+
+    Attributes:
+        timeline: when it was where.
+    """
 
     session: "RouterSession"
     handle: int
     group: SequenceGroup
+    timeline: Timeline
     finished: list[pb.Finished] = field(default_factory=list)
     rejected: pb.Rejected | None = None
 
@@ -149,9 +156,16 @@ class RouterSession:
 
 
 class Sessions:
-    """All routers and their requests."""
+    """All routers and their requests.
 
-    def __init__(self) -> None:
+    Args:
+        on_begin: called with every request that is added.
+        on_end: called with each of them once, when it ends or is given up.
+    """
+
+    def __init__(self, on_begin: Callable[[Ticket], None], on_end: Callable[[Ticket], None]) -> None:
+        self._on_begin = on_begin
+        self._on_end = on_end
         self._sessions: dict[str, RouterSession] = {}
         self._by_number: dict[int, Ticket] = {}
         self._by_request_id: dict[str, Ticket] = {}
@@ -182,12 +196,13 @@ class Sessions:
             self.forget(ticket)
         return [ticket.group for ticket in tickets]
 
-    def add(self, session: RouterSession, handle: int, group: SequenceGroup) -> None:
-        """Takes in a submitted request."""
-        ticket = Ticket(session, handle, group)
+    def add(self, session: RouterSession, handle: int, group: SequenceGroup, trace: TraceContext | None = None) -> None:
+        """Takes in a submitted request; `trace` is the router's span, if the request is traced."""
+        ticket = Ticket(session, handle, group, Timeline(trace))
         session.tickets[handle] = ticket
         self._by_number[group.number] = ticket
         self._by_request_id[group.request_id] = ticket
+        self._on_begin(ticket)
 
     def find(self, request_id: str) -> Ticket | None:
         """The ticket of a live request."""
@@ -215,7 +230,8 @@ class Sessions:
         ticket.session.tickets.pop(ticket.handle, None)
 
     def _release(self, ticket: Ticket) -> None:
-        self._by_number.pop(ticket.group.number, None)
+        if self._by_number.pop(ticket.group.number, None) is not None:
+            self._on_end(ticket)
         if self._by_request_id.get(ticket.group.request_id) is ticket:
             del self._by_request_id[ticket.group.request_id]
 
@@ -223,12 +239,18 @@ class Sessions:
         """The live request that `group` is; None when its router gave it up."""
         return self._by_number.get(group.number)
 
-    def deliver_tokens(self, new_tokens: list[NewTokens]) -> None:
-        """Queues a step's tokens for their routers."""
+    def deliver_tokens(self, new_tokens: list[NewTokens]) -> list[Ticket]:
+        """Queues a step's tokens for their routers; gives the ticket of each sequence whose first one is among them."""
+        begun = []
         for new in new_tokens:
             ticket = self._by_number.get(new.group.number)
-            if ticket is not None and ticket.session.outbox is not None:
+            if ticket is None:
+                continue
+            if new.first_index == 0:
+                begun.append(ticket)
+            if ticket.session.outbox is not None:
                 self._put_tokens(ticket.session.outbox, ticket, new.sequence, new.first_index)
+        return begun
 
     def _put_tokens(self, outbox: Outbox, ticket: Ticket, sequence: Sequence, first_index: int) -> None:
         outbox.put_tokens(ticket.handle, sequence, first_index)

@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from protos import rpc
 from protos.tls import ClientTls
+from protos.trace_context import TraceContext
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoRequest, GetInfoResponse
 from protos.worker_pb2_grpc import WorkerServiceStub
 from scheduler.plan import Plan, StepResult, to_request, to_result
@@ -75,15 +76,19 @@ class WorkerLink:
         if self._call.done():
             raise WorkerLost(await self._last_words())
 
-    async def send(self, plan: Plan) -> None:
+    async def send(self, plan: Plan, traces: Sequence[TraceContext] = ()) -> None:
         """Sends a step, as it is at the time of the call, behind those that are on their way.
+
+        Args:
+            plan: the step.
+            traces: that are to hold a span of it.
 
         Raises:
             WorkerLost: it did not get through, and no result will come any more.
         """
         assert self._call is not None, "not connected"
         try:
-            await self._call.write(to_request(plan, self._epoch))
+            await self._call.write(to_request(plan, self._epoch, traces))
         except _BROKEN as error:
             raise WorkerLost(await self._last_words()) from error
 

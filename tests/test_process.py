@@ -28,6 +28,11 @@ def test_flags_win_over_the_environment_and_the_environment_over_defaults(monkey
         (["--max-num-sequences", "8"], "unrecognized arguments: --max-num-sequences"),
         (["--max-num-seqs", "0"], "--max-num-seqs: Input should be greater than or equal to 1"),
         (["--max-num-seqs", "many"], "--max-num-seqs: Input should be a valid integer"),
+        (["--metrics-listen", "9464"], "--metrics-listen: 9464 is no address here; write it like 127.0.0.1:9464"),
+        (
+            ["--otlp-endpoint", "host:1"],
+            "--otlp-endpoint: host:1 is no address here; write it like http://127.0.0.1:43",
+        ),
         (["--max-num-seqs", "600"], "max_num_seqs (600) must be at least 1 and at most max_num_batched_tokens (512)"),
     ],
 )

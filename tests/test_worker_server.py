@@ -18,6 +18,7 @@ from protos.worker_pb2 import DESCRIPTOR, GetInfoRequest
 from protos.worker_pb2_grpc import WorkerServiceStub, add_WorkerServiceServicer_to_server
 from worker.config import WorkerSettings
 from worker.loading import load_worker
+from worker.observer import Observer
 from worker.server import WorkerService
 
 NAME = DESCRIPTOR.services_by_name["WorkerService"].full_name
@@ -48,7 +49,7 @@ async def serving(service):
 @pytest.fixture
 async def worker(checkpoint):
     """Stub, service and epoch of a loaded worker."""
-    service = WorkerService()
+    service = WorkerService(Observer())
     await service.load(lambda: load_worker(settings(checkpoint)))
     async with serving(service) as channel:
         stub = WorkerServiceStub(channel)
@@ -70,7 +71,7 @@ async def code_of(call):
 
 
 async def test_info_is_unavailable_until_the_model_is_loaded_and_then_says_what_was(checkpoint):
-    service = WorkerService()
+    service = WorkerService(Observer())
     async with serving(service) as channel:
         stub = WorkerServiceStub(channel)
         assert await code_of(stub.GetInfo(GetInfoRequest())) == grpc.StatusCode.UNAVAILABLE
@@ -181,7 +182,7 @@ async def test_a_client_that_leaves_takes_its_waiting_steps_with_it(checkpoint, 
             finally:
                 left.set()
 
-    service = Watched()
+    service = Watched(Observer())
     await service.load(lambda: load_worker(settings(checkpoint)))
     runner, loop = service._loaded.runner, asyncio.get_running_loop()
 

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 
+from protos import telemetry
 from protos.process import run, start_logging
 from protos.rpc import Server, Service
 from protos.worker_pb2 import DESCRIPTOR
@@ -12,6 +13,7 @@ from protos.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from worker.checkpoint import ModelError
 from worker.config import WorkerSettings
 from worker.loading import load_worker
+from worker.observer import Observer
 from worker.server import WorkerService
 
 log = logging.getLogger("worker")
@@ -19,9 +21,12 @@ log = logging.getLogger("worker")
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
     """Serves until `stop` is set, the model turns out not to load, or the device fails; gives the exit status."""
-    service = WorkerService()
+    tracer = telemetry.start_tracer("worker", settings)
+    observer = Observer(tracer)
+    service = WorkerService(observer)
     name = DESCRIPTOR.services_by_name["WorkerService"].full_name
     server = Server([Service(name, add_WorkerServiceServicer_to_server, service)])
+    metrics = telemetry.serve_metrics(settings, observer.metrics(), observer.labels, server.calls)
     port = await server.start(settings.listen, settings.server_tls)
     log.info("listening", extra={"address": settings.listen, "port": port})
 
@@ -46,6 +51,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
             return 1
     log.info("stopping")
     await server.stop(settings.drain_grace_s)
+    await telemetry.close(metrics, tracer)
     return 0
 
 

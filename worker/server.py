@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from protos.worker_pb2_grpc import WorkerServiceServicer
 from worker.inputs import MalformedStep
 from worker.loading import LoadedWorker
 from worker.model_runner import ModelRunner
+from worker.observer import Observer
 from worker.step_in_flight import StepInFlight
 
 log = logging.getLogger(__name__)
@@ -41,12 +43,14 @@ class _Job:
     Attributes:
         call: that it arrived on.
         answer: to be given by one of the threads, through `give` or `fail`.
+        arrival: by `time.monotonic`, s.
     """
 
     runner: ModelRunner
     request: ExecuteModelRequest
     call: _Call
     answer: "asyncio.Future[ExecuteModelResponse]"
+    arrival: float
 
     def give(self, response: ExecuteModelResponse) -> None:
         """Answers, from any thread."""
@@ -60,11 +64,15 @@ class _Job:
 class WorkerService(WorkerServiceServicer):
     """Answers UNAVAILABLE until `load` is done.
 
+    Args:
+        observer: is told of every step.
+
     Attributes:
         device_lost: set when the device has failed for good, which the process has to end for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
         self.device_lost = asyncio.Event()
         self._epoch = secrets.randbits(63)
         self._steps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
@@ -75,6 +83,7 @@ class WorkerService(WorkerServiceServicer):
         """Runs `load` on the thread of the steps, whose OpenMP team is then the one that they will use."""
         loop = asyncio.get_running_loop()
         self._loaded = await loop.run_in_executor(self._steps, load)
+        self._observer.info = self._loaded.info
         # Beside the first steps, if there are any so soon.
         self._results.submit(self._loaded.runner.populate_cache)
 
@@ -119,7 +128,7 @@ class WorkerService(WorkerServiceServicer):
                 "WRONG_EPOCH",
                 f"step {request.step_id} is for epoch {request.epoch}, and this worker's is {self._epoch}",
             )
-        job = _Job(worker.runner, request, call, asyncio.get_running_loop().create_future())
+        job = _Job(worker.runner, request, call, asyncio.get_running_loop().create_future(), time.monotonic())
         self._steps.submit(self._launch, job)
         return job.answer
 
@@ -133,14 +142,22 @@ class WorkerService(WorkerServiceServicer):
                 return
             step = job.runner.launch(job.request)
             if step.is_finished:
-                job.give(step.result())
+                self._give(job, step)
             else:
                 self._results.submit(self._wait, job, step)
 
     def _wait(self, job: _Job, step: StepInFlight) -> None:
         """On the thread of the results."""
         with self._failures_of(job):
-            job.give(ExecuteModelResponse() if job.call.broken else step.result())
+            if job.call.broken:
+                job.give(ExecuteModelResponse())  # nobody reads it
+            else:
+                self._give(job, step)
+
+    def _give(self, job: _Job, step: StepInFlight) -> None:
+        response = step.result()
+        job.give(response)
+        self._observer.executed(job.request, response, job.arrival)
 
     @contextlib.contextmanager
     def _failures_of(self, job: _Job) -> Iterator[None]:

@@ -1,0 +1,152 @@
+"""What metrics and traces tell of steps and requests: kept per step and per request, never per token.
+
+**Inter-token latency** is the gap between two steps, counted once for each sequence that the later one takes on. With
+chunked prefill every running sequence is in every step, so that is the gap between its two tokens. Two cases are looked
+at for themselves: the first token after a pause counts from the loss of the blocks; and without chunked prefill, where
+steps of prompts let the decodes wait, the gap runs from the decode step before.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from protos.histogram import REQUEST_SECONDS, STEP_SECONDS, Histogram
+from protos.trace_context import TraceContext
+from scheduler.plan import Plan, StepOutputs
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import SequenceGroup
+from scheduler.sessions import Ticket
+from scheduler.timeline import Pause
+from scheduler.trace import record_request
+
+if TYPE_CHECKING:
+    from protos.tracing import Tracer
+
+_STEP_TOKENS = tuple(2**power for power in range(15))
+
+
+class Observer:
+    """Is told by the loop and the sessions what happens.
+
+    Args:
+        tracer: where traced requests are told of; None for nowhere.
+
+    Attributes:
+        queue_s: from arrival to the first plan that holds a request.
+        prefill_s: from there to its first token.
+        decode_s: from there to its end.
+        inter_token_s: see above.
+        step_s: what steps take, as the scheduler sees it.
+        step_tokens: that steps compute.
+        num_generated: tokens sampled.
+    """
+
+    def __init__(self, tracer: "Tracer | None" = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.queue_s = Histogram(REQUEST_SECONDS)
+        self.prefill_s = Histogram(REQUEST_SECONDS)
+        self.decode_s = Histogram(REQUEST_SECONDS)
+        self.inter_token_s = Histogram(STEP_SECONDS)
+        self.step_s = Histogram(STEP_SECONDS)
+        self.step_tokens = Histogram(_STEP_TOKENS)
+        self.num_generated = 0
+        self._tracer = tracer
+        self._clock = clock
+        self._tickets: dict[int, Ticket] = {}
+        # Of the step that the next gap counts from; None while nothing runs.
+        self._last_step: float | None = None
+        # Groups that run again and have no token yet -> when they lost their blocks.
+        self._resuming: dict[int, float] = {}
+        self._num_traced = 0
+
+    def added(self, ticket: Ticket) -> None:
+        """A request was submitted."""
+        self._tickets[ticket.group.number] = ticket
+        self._num_traced += ticket.timeline.trace is not None
+
+    def planned(self, plan: Plan, now: float) -> None:
+        """A step was planned."""
+        for preemption in plan.preempted:
+            self._pause(preemption.group, preemption.reason, now)
+        for group in plan.resumed:
+            ticket = self._tickets.get(group.number)
+            if ticket is not None and (pause := ticket.timeline.paused) is not None:
+                pause.end = now
+                self._resuming.setdefault(group.number, pause.begin)
+
+    def traces_of(self, plan: Plan) -> Sequence[TraceContext]:
+        """The traces that are to hold a span of this step."""
+        if not self._num_traced or not plan.num_prefill_tokens:
+            return ()
+        tickets = [self._tickets.get(row.group.number) for row in plan.rows if row.num_new_tokens > 1]
+        return [ticket.timeline.trace for ticket in tickets if ticket is not None and ticket.timeline.trace is not None]
+
+    def stepped(
+        self, plan: Plan, outputs: StepOutputs, begun: Iterable[Ticket], core: Scheduler, took_s: float
+    ) -> None:
+        """A step was answered.
+
+        Args:
+            plan: the step.
+            outputs: what it gave.
+            begun: the requests of the sequences whose first tokens are among that, one for each sequence.
+            core: after the step.
+            took_s: time that it took.
+        """
+        now = self._clock()
+        num_continued = len(outputs.new_tokens)
+        self.num_generated += num_continued
+        if plan.num_beams:  # their sequences come whole, at their end
+            beams = [new.sequence for new in outputs.new_tokens if new.group.beam is not None]
+            self.num_generated += sum(len(sequence.output_token_ids) - 1 for sequence in beams)
+        for ticket in begun:
+            num_continued -= 1
+            if ticket.timeline.first_token is None:
+                ticket.timeline.first_token = now
+        if self._resuming:
+            num_continued -= self._end_pauses(outputs, now)
+        if num_continued > 0 and self._last_step is not None:
+            self.inter_token_s.observe(now - self._last_step, num_continued)
+        if num_continued > 0 or self._last_step is None or core.policy.chunked_prefill:
+            self._last_step = now
+        if not core.num_running:
+            self._last_step = None
+        self.step_s.observe(took_s)
+        self.step_tokens.observe(plan.num_tokens)
+
+    def lost(self, groups: Iterable[SequenceGroup]) -> None:
+        """The worker was lost, and all groups wait."""
+        now = self._clock()
+        self._last_step = None
+        for group in groups:
+            self._pause(group, "recompute: the worker was lost", now)
+
+    def ended(self, ticket: Ticket) -> None:
+        """A request has ended, or was given up."""
+        now, group, timeline = self._clock(), ticket.group, ticket.timeline
+        del self._tickets[group.number]
+        self._resuming.pop(group.number, None)
+        if group.first_scheduled is not None:
+            self.queue_s.observe(group.first_scheduled - group.arrival)
+            if timeline.first_token is not None:
+                self.prefill_s.observe(timeline.first_token - group.first_scheduled)
+                self.decode_s.observe(now - timeline.first_token)
+        if timeline.trace is not None:
+            self._num_traced -= 1
+            if self._tracer is not None:
+                record_request(self._tracer, ticket, now)
+
+    def _pause(self, group: SequenceGroup, reason: str, now: float) -> None:
+        ticket = self._tickets.get(group.number)
+        if ticket is not None and ticket.timeline.paused is None:
+            ticket.timeline.pauses.append(Pause(now, reason, group.preempted_by))
+
+    def _end_pauses(self, outputs: StepOutputs, now: float) -> int:
+        """Counts the gaps of those that go on after a pause, and gives how many sequences that were."""
+        num_resumed = 0
+        for number in {new.group.number for new in outputs.new_tokens} & self._resuming.keys():
+            begin = self._resuming.pop(number)
+            rows = [new for new in outputs.new_tokens if new.group.number == number and new.first_index]
+            if rows:
+                self.inter_token_s.observe(now - begin, len(rows))
+            num_resumed += len(rows)
+        return num_resumed

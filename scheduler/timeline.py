@@ -1,0 +1,39 @@
+"""When a request was where, as far as metrics and its trace tell of it. Times are of the loop's clock, in seconds."""
+
+from dataclasses import dataclass, field
+
+from protos.trace_context import TraceContext
+
+
+@dataclass(slots=True)
+class Pause:
+    """From the loss of a request's blocks to the plan in which it ran again.
+
+    Attributes:
+        end: None while it lasts.
+        reason: why, in words.
+        by: the request that got the blocks; empty where the worker was lost.
+    """
+
+    begin: float
+    reason: str
+    by: str
+    end: float | None = None
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Of one request, beside what its group knows: its arrival, and when it was first scheduled.
+
+    Attributes:
+        trace: the router's span; None where the request is not traced.
+    """
+
+    trace: TraceContext | None = None
+    first_token: float | None = None
+    pauses: list[Pause] = field(default_factory=list)
+
+    @property
+    def paused(self) -> Pause | None:
+        """The pause that lasts."""
+        return self.pauses[-1] if self.pauses and self.pauses[-1].end is None else None

@@ -1,0 +1,177 @@
+"""The router's line for each call, and the id that a call goes by."""
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+from fakes import FakeWorker, control_plane, request
+
+from protos.pagewire.v1 import generation_pb2 as pb
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def lines(caplog):
+    """The facts of the access log's lines so far."""
+    caplog.set_level(logging.DEBUG, logger="router.access")
+
+    def facts() -> list[dict[str, object]]:
+        names = "method request_id peer code reason error prompt_tokens output_tokens ttft_ms cached_tokens queue_ms "
+        names += "preemptions total_ms trace_id"
+        return [
+            {"event": record.message, "level": record.levelname}
+            | {name: value for name, value in vars(record).items() if name in names.split()}
+            for record in caplog.records
+            if record.name == "router.access" and record.method not in ("GetState",)
+        ]
+
+    return facts
+
+
+async def test_an_answered_request_is_one_line_with_all_there_is_to_tell(lines):
+    async with control_plane() as plane:
+        wanted = request("hello", max_tokens=9)
+        wanted.request_id = "mine"
+        await plane.generation.Complete(wanted, metadata=(("traceparent", TRACE),))
+        (line,) = lines()
+        times = [line.pop(name) for name in ("queue_ms", "ttft_ms", "total_ms")]
+        assert times == sorted(times)
+        assert str(line.pop("peer")).startswith("unix:")
+        assert line == {
+            "event": "request",
+            "level": "INFO",
+            "method": "Complete",
+            "request_id": "mine",
+            "code": "OK",
+            "prompt_tokens": 5,
+            "output_tokens": 9,
+            "cached_tokens": 0,
+            "preemptions": 0,
+            "trace_id": TRACE.split("-")[1],
+        }
+
+
+async def test_a_refused_request_is_a_line_with_its_reason(lines):
+    async with control_plane() as plane:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await plane.generation.Complete(request(""))
+        (line,) = lines()
+        assert (line["level"], line["code"], line["reason"]) == ("INFO", "INVALID_ARGUMENT", "INVALID_REQUEST")
+        assert line["error"] == "text: must not be empty"
+        assert "output_tokens" not in line
+
+
+async def test_bytes_that_are_no_request_are_a_line_too(lines):
+    async with control_plane() as plane:
+        call = plane.channel.unary_unary("/pagewire.v1.GenerationService/Complete")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call(b"\xff\xff")
+        (line,) = lines()
+        assert (line["level"], line["code"]) == ("INFO", "INVALID_ARGUMENT")
+
+
+async def test_calls_that_generate_nothing_are_told_quietly(lines):
+    async with control_plane() as plane:
+        await plane.generation.Tokenize(pb.TokenizeRequest(text="hello"))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await plane.generation.GetModel(pb.GetModelRequest(model="other"))
+        told = [(line["event"], line["level"], line["method"], line["code"]) for line in lines()]
+        assert told == [("call", "DEBUG", "Tokenize", "OK"), ("call", "DEBUG", "GetModel", "NOT_FOUND")]
+
+
+async def test_a_request_that_its_client_gave_up_is_a_line_with_what_it_got(lines):
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        call = plane.generation.Generate(request(max_tokens=150))
+        await call.read()
+        call.cancel()
+        await plane.until(lambda state: state.num_running == 0)
+        (line,) = lines()
+        assert line["code"] == "CANCELLED"
+        assert line["output_tokens"] >= 1
+        worker.gate.clear()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await plane.generation.Complete(request(), timeout=0.05)
+        worker.gate.set()
+        while len(lines()) < 2:
+            await asyncio.sleep(0.005)
+        assert lines()[1]["code"] == "DEADLINE_EXCEEDED"
+
+
+async def test_a_call_during_a_drain_is_a_line(lines):
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        worker.gate.clear()
+        live = plane.generation.Generate(request(max_tokens=3))
+        await plane.until(lambda state: state.num_running == 1)
+        plane.stop_router.set()
+        while not any(line["code"] == "UNAVAILABLE" for line in lines()):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await plane.generation.Complete(request(), timeout=0.2)
+        worker.gate.set()
+        async for _ in live:
+            pass
+        assert "DRAINING" in [line.get("reason") for line in lines()]
+
+
+# The id
+
+
+async def _id_of(call) -> tuple[str, str]:
+    """The id in the answer's header, and in its messages."""
+    answer = await call
+    return dict(await call.initial_metadata())["x-request-id"], answer.request_id
+
+
+async def test_the_header_names_a_request_that_brings_no_id():
+    async with control_plane() as plane:
+        named = (("x-request-id", "from-the-mesh"),)
+        wanted = request(max_tokens=2)
+        assert await _id_of(plane.generation.Complete(wanted, metadata=named)) == ("from-the-mesh", "from-the-mesh")
+        wanted.request_id = "mine"
+        assert await _id_of(plane.generation.Complete(wanted, metadata=named)) == ("mine", "mine")
+
+
+async def test_a_request_without_any_id_is_told_the_one_it_got():
+    async with control_plane() as plane:
+        header, message = await _id_of(plane.generation.Complete(request(max_tokens=2)))
+        assert header == message
+        assert header.startswith("req-")
+
+
+async def test_requests_that_share_a_header_live_side_by_side():
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        worker.gate.clear()
+        named = (("x-request-id", "shared"),)
+        calls = [plane.generation.Complete(request(max_tokens=2), metadata=named) for _ in range(2)]
+        await plane.until(lambda state: state.num_running + state.num_waiting == 2)
+        worker.gate.set()
+        ids = sorted([(await _id_of(call))[1] for call in calls])
+        assert ids[0] == "shared"
+        assert ids[1].startswith("shared-")
+
+
+async def test_a_header_that_is_too_long_is_refused_by_its_name():
+    async with control_plane() as plane:
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await plane.generation.Complete(request(), metadata=(("x-request-id", "x" * 200),))
+        assert info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert info.value.details().startswith("x-request-id: must be at most")
+
+
+async def test_a_request_that_is_not_let_in_is_answered_without_headers_so_that_it_can_be_tried_again():
+    """A client retries by itself only what has ended before any header came."""
+    worker = FakeWorker()
+    async with control_plane(worker, max_num_seqs=1, max_waiting_requests=1) as plane:
+        worker.gate.clear()
+        calls = [plane.generation.Complete(request(max_tokens=2)) for _ in range(2)]
+        await plane.until(lambda state: (state.num_running, state.num_waiting) == (1, 1))
+        refused = plane.generation.Generate(request(max_tokens=2))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await refused.read()
+        assert "x-request-id" not in dict(await refused.initial_metadata())
+        worker.gate.set()
+        await asyncio.gather(*calls)
