@@ -82,7 +82,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(*router_options: str, num_routers: int = 1, step_ms: float = 0) -> Iterator[Cluster]:
+def cluster(
+    *router_options: str, num_routers: int = 1, step_ms: float = 0, scheduler_options: tuple[str, ...] = ()
+) -> Iterator[Cluster]:
     """Everything started, and SERVING."""
     with tempfile.TemporaryDirectory(prefix="pw") as directory, contextlib.ExitStack() as ends:
         write_tokenizer(Path(directory, "model"))
@@ -90,7 +92,7 @@ def cluster(*router_options: str, num_routers: int = 1, step_ms: float = 0) -> I
         running.start_worker()
         ends.callback(lambda: running.worker.stop())
         addresses = ("--listen", f"unix:{directory}/scheduler", "--worker", f"unix:{directory}/worker")
-        ends.callback(Service("scheduler", *addresses, directory=directory).stop)
+        ends.callback(Service("scheduler", *addresses, *scheduler_options, directory=directory).stop)
         ends.callback(running.stop_routers)
         for port in [free_port() for _ in range(num_routers)]:
             running.start_router(port, *router_options)

@@ -6,12 +6,17 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 import yaml
+from cluster import cluster, free_port
 
+from protos.pagewire.v1 import generation_pb2 as pb
+from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from router.config import RouterSettings
 from scheduler.config import SchedulerSettings
 from worker.config import WorkerSettings
@@ -21,23 +26,6 @@ KUBERNETES = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "pagewire.json"
 SETTINGS = {"router": RouterSettings, "scheduler": SchedulerSettings, "worker": WorkerSettings}
-# TODO: take these from where the services define them.
-METRICS = {
-    "grpc_server_handled_total",
-    "grpc_server_handling_seconds",
-    "grpc_server_started_total",
-    "pagewire_e2e_request_latency_seconds",
-    "pagewire_generation_tokens_total",
-    "pagewire_inter_token_latency_seconds",
-    "pagewire_kv_cache_usage_ratio",
-    "pagewire_num_preemptions_total",
-    "pagewire_num_requests_running",
-    "pagewire_num_requests_waiting",
-    "pagewire_prompt_tokens_total",
-    "pagewire_queue_time_seconds",
-    "pagewire_request_success_total",
-    "pagewire_time_to_first_token_seconds",
-}
 
 
 def tool(name: str) -> Path:
@@ -197,14 +185,41 @@ def dashboard_queries() -> list[str]:
     return [target["expr"] for panel in panels for target in panel.get("targets", [])]
 
 
-def test_rules_and_dashboard_ask_for_metrics_that_are_exported():
-    queries = [*dashboard_queries(), *(rule["expr"] for rule in rules())]
-    names = set(re.findall(r"\b(?:pagewire|grpc)_\w+(?=[\[{)\s]|$)", " ".join(queries))) - {"grpc_code", "grpc_method"}
-    assert len(names) > 10
-    asked = {name.removesuffix("_bucket") for name in names}
-    assert asked <= METRICS, asked - METRICS
+def scraped(port: int) -> set[str]:
+    """Names of the samples that a service exports."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return {re.split("[{ ]", line)[0] for line in answer.read().decode().splitlines() if not line.startswith("#")}
+
+
+@pytest.mark.slow
+def test_rules_and_dashboard_ask_for_what_one_service_exports_and_say_which_where_several_do():
+    ports = {"router": free_port(), "scheduler": free_port()}
+    listen = {name: ("--metrics-listen", f"127.0.0.1:{port}") for name, port in ports.items()}
+    with cluster(*listen["router"], scheduler_options=listen["scheduler"]) as running:
+        with grpc.insecure_channel(running.target) as channel:
+            GenerationServiceStub(channel).Complete(pb.GenerateRequest(text="p", stop=pb.StopConditions(max_tokens=4)))
+        exported = {name: scraped(port) for name, port in ports.items()}
+    queries = " ".join([*dashboard_queries(), *(rule["expr"] for rule in rules())])
+    asked = re.findall(r"\b((?:pagewire|grpc_server)_\w+)(?:{([^}]*)})?", queries)
+    assert len(asked) > 20
+    for name, selector in asked:
+        job = re.search('job="(.*?)"', selector)
+        jobs = [job[1]] if job else list(exported)
+        assert len([job for job in jobs if name in exported[job]]) == 1, (name, selector)
     recorded = {rule["record"] for rule in rules() if "record" in rule}
-    assert set(re.findall(r"\bpagewire:\w+(?::\w+)?", " ".join(queries))) <= recorded
+    assert set(re.findall(r"\bpagewire:\w+(?::\w+)?", queries)) <= recorded
+
+
+def test_prometheus_scrapes_what_the_services_are_told_to_serve():
+    services = composed()["services"]
+    scrapes = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
+    assert {scrape["job_name"] for scrape in scrapes} == SETTINGS.keys()
+    for scrape in scrapes:
+        name, (discovery,) = scrape["job_name"], scrape["dns_sd_configs"]
+        assert discovery["names"] == [name]
+        assert settings_of(name, services[name]["command"][3:]).metrics_listen == f"0.0.0.0:{discovery['port']}"
+        (port,) = [row["containerPort"] for row in dict(containers())[name]["ports"] if "metrics" in row["name"]]
+        assert settings_of(name, dict(containers())[name]["args"]).metrics_listen == f"0.0.0.0:{port}"
 
 
 def test_the_dashboard_is_laid_out_without_overlaps():
