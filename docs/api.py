@@ -54,9 +54,9 @@ def read() -> list[Documented]:
     with tempfile.NamedTemporaryFile() as out:
         names = [file.name for file in PUBLIC_FILES]
         protoc("--include_source_info", f"--descriptor_set_out={out.name}", *names)
-        files = FileDescriptorSet.FromString(Path(out.name).read_bytes()).file
+        files = {file.name: file for file in FileDescriptorSet.FromString(Path(out.name).read_bytes()).file}
     found = []
-    for file in files:
+    for file in map(files.__getitem__, names):  # protoc puts what is imported first
         locations = {tuple(location.path): location for location in file.source_code_info.location}
         comments = {path: row.leading_comments or row.trailing_comments for path, row in locations.items()}
         found.append(Documented(file, comments, {path: row.span[0] for path, row in locations.items()}))
