@@ -12,3 +12,14 @@ EXPERIMENTS = (
 )
 
 os.environ.setdefault("GRPC_EXPERIMENTS", EXPERIMENTS)
+
+
+def keep() -> None:
+    """Lets the thread that waits live as long as the process; to be called before the first server or channel is made.
+
+    When the last server and channel go, gRPC joins that thread. It may be stuck then: with what it writes for an event
+    loop that has ended, and reads no more (grpc/grpc#40989).
+    """
+    from grpc import aio
+
+    aio.init_grpc_aio()

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
-from protos import pollers as pollers  # what follows imports grpc
+from protos import pollers  # what follows imports grpc
 from protos.errors import CannotListen, CannotTrace
 
 # Whose settings may stand in one environment; CLIENT stands for the command line's.
@@ -173,6 +173,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         await main(stop)
 
     calm_collector()
+    pollers.keep()
     try:
         uvloop.run(supervised())
     except (CannotListen, CannotTrace) as error:

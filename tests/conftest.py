@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -7,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from protos import pollers
+
 # As in the worker process: OpenMP's threads spin for milliseconds otherwise, which takes seconds on shared cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+with contextlib.suppress(ImportError):  # where kernels alone are tested there may be no gRPC
+    pollers.keep()
 
 
 @pytest.fixture(scope="session")
