@@ -32,6 +32,13 @@ class Access:
     token: str | None = None
 
     @property
+    def environment(self) -> dict[str, str]:
+        """The same for a `pagewire` that is started by this one."""
+        values = {"CA": self.ca, "CERTIFICATE": self.certificate, "KEY": self.key, "TOKEN": self.token}
+        values["TLS"] = "1" if self.tls else None
+        return {f"PAGEWIRE_CLIENT_{name}": str(value) for name, value in values.items() if value is not None}
+
+    @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What each call carries."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()

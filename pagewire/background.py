@@ -27,7 +27,7 @@ def start(options: LaunchOptions, *, tie: bool = False) -> subprocess.Popen[byte
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(),
+            env=environment() | options.access.environment,
             start_new_session=True,
         )
 

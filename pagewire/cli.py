@@ -4,6 +4,7 @@ Options and help stand here, what the commands do in the modules that they impor
 `pagewire health` start fast.
 """
 
+import dataclasses
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -116,6 +117,7 @@ def token_new(name: Annotated[str, typer.Argument(help="The tenant's name.")]) -
 
 @app.command()
 def up(
+    ctx: typer.Context,
     model: ModelName = "smollm2-135m",
     host: Annotated[str, typer.Option(help="Where the router listens.")] = "127.0.0.1",
     port: Port = 50051,
@@ -146,11 +148,10 @@ def up(
         log_level=log_level and log_level.value,
         log_format=log_format and log_format.value,
     )
-    options = LaunchOptions(model, host, port, (*shared, *map(Setting.parse, settings or ())), log_file)
+    options = LaunchOptions(model, host, port, (*shared, *map(Setting.parse, settings or ())), log_file, ctx.obj)
     # Before a download rather than after it.
     check_free(options)
-    path = models.resolve(model, _console())
-    options = LaunchOptions(path, host, port, options.settings, log_file)
+    options = dataclasses.replace(options, model=models.resolve(model, _console()))
     if detach:
         _detach(options)
     else:
@@ -158,8 +159,6 @@ def up(
 
 
 def _detach(options: "LaunchOptions") -> None:
-    import dataclasses
-
     from pagewire import background, state
 
     console = _console()
@@ -186,11 +185,11 @@ def down(port: Port = 50051) -> None:
 
 
 @app.command()
-def status(port: Port = 50051) -> None:
+def status(ctx: typer.Context, port: Port = 50051) -> None:
     """Show the cluster on this machine: processes, health, model, free blocks. Exit 1 if it does not serve."""
     from pagewire.status import show
 
-    if not show(port, _console()):
+    if not show(port, _console(), ctx.obj):
         raise typer.Exit(1)
 
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagewire import health
+from pagewire.access import Access
 from pagewire.errors import PagewireError
 from pagewire.processes import environment, tied
 
@@ -37,12 +38,14 @@ class ServiceProcess:
         command: its command line.
         address: where it answers health checks.
         stop_within_s: seconds between SIGTERM and SIGKILL.
+        access: how one gets in there.
     """
 
     name: str
     command: tuple[str, ...]
     address: str
     stop_within_s: float = 40.0
+    access: Access = Access()  # noqa: RUF009  # frozen
 
 
 @dataclass(slots=True)
@@ -146,7 +149,7 @@ class Cluster:
             self._on_waiting(service.name)
             try:
                 async with asyncio.timeout_at(give_up_at):
-                    await _serving(service.address)
+                    await _serving(service)
             except TimeoutError:
                 late = f"{service.name} does not serve after {self._start_within_s:g} s"
                 raise LaunchError(self._with_tail(service, late)) from None
@@ -226,11 +229,11 @@ async def _first_of(*tasks: asyncio.Task) -> None:
         task.result()
 
 
-async def _serving(address: str) -> None:
-    """Returns when the server at an address is SERVING."""
+async def _serving(service: ServiceProcess) -> None:
+    """Returns when a service is SERVING."""
     # Asked anew each time rather than watched: a watch that is cancelled keeps its connection (grpc#43360).
     while True:
-        if await asyncio.to_thread(health.check, address) == health.SERVING:
+        if await asyncio.to_thread(health.check, service.address, access=service.access) == health.SERVING:
             return
         await asyncio.sleep(_POLL_S)
 

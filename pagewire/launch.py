@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from pagewire import state
+from pagewire.access import Access
 from pagewire.cluster import LaunchError, ServiceProcess
 from pagewire.processes import module_command
 
@@ -68,6 +69,7 @@ class LaunchOptions:
         model: a checkpoint's folder or a hub name, as services take it.
         settings: what the services are told beside what connects them; the last one counts.
         log_file: where the launcher's output goes, for `status` to tell; None for a terminal.
+        access: how the router lets a client in, which is asked for its health.
     """
 
     model: str
@@ -75,6 +77,7 @@ class LaunchOptions:
     port: int = 50051
     settings: tuple[Setting, ...] = ()
     log_file: Path | None = None
+    access: Access = Access()  # noqa: RUF009  # frozen
 
     @property
     def address(self) -> str:
@@ -124,7 +127,8 @@ def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
             name,
             module_command(name, [*arguments, *(s.argument for s in options.settings if s.service == name)]),
             address,
-            stop_within_s=_grace_s(options, name) + _STOP_MARGIN_S,
+            _drain_s(options, name) + _STOP_MARGIN_S,
+            options.access if name == "router" else Access(),
         )
         for name, (address, arguments) in wiring.items()
     ]
@@ -152,9 +156,10 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _grace_s(options: LaunchOptions, service: str) -> float:
+def _drain_s(options: LaunchOptions, service: str) -> float:
     try:
-        return float(options.value(service, "drain-grace-s", str(_DRAIN_GRACE_S)))
+        delay_s = float(options.value(service, "drain-delay-s", "0"))
+        return delay_s + float(options.value(service, "drain-grace-s", str(_DRAIN_GRACE_S)))
     except ValueError:
         # The service itself refuses the value, in better words.
         return _DRAIN_GRACE_S

@@ -5,6 +5,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from pagewire import health, state
+from pagewire.access import Access
 from pagewire.client import Client
 from pagewire.errors import RequestError
 from pagewire.introspection import introspection
@@ -15,26 +16,26 @@ from protos.pagewire.v1 import introspection_pb2
 _TIMEOUT_S = 2.0
 
 
-def show(port: int, console: Console) -> bool:
-    """Prints what runs on a port of this machine; gives whether it serves."""
+def show(port: int, console: Console, access: Access) -> bool:
+    """Prints what runs on a port of this machine, where one gets in by `access`; gives whether it serves."""
     running = state.load(port)
     target = running.target if running else f"127.0.0.1:{port}"
-    answer = health.check(target)
+    answer = health.check(target, access=access)
     if running:
-        console.print(_processes(running))
+        console.print(_processes(running, access))
     elif answer.startswith("no answer"):
         console.print(f"nothing runs on port {port}; `pagewire up` starts a cluster")
         return False
     console.print(f"listens  {target}, {answer}", markup=False)
     if answer == health.SERVING:
-        _show_model(target, console)
-        _show_load(target, console)
+        _show_model(target, access, console)
+        _show_load(target, access, console)
     if running and running.log_file:
         console.print(f"log      {running.log_file}", markup=False)
     return answer == health.SERVING
 
 
-def _processes(running: ClusterState) -> Table:
+def _processes(running: ClusterState, access: Access) -> Table:
     table = Table("process", "pid", "up", "memory", "health", box=None, pad_edge=False, header_style="bold")
     pids = {"launcher": running.launcher_pid} | running.service_pids
     for name in ("launcher", *running.addresses):
@@ -47,13 +48,15 @@ def _processes(running: ClusterState) -> Table:
         memory = resident_bytes(pid) - (
             sum(map(resident_bytes, running.service_pids.values())) if name == "launcher" else 0
         )
-        answer = health.check(running.addresses[name]) if name in running.addresses else ""
+        answer = ""
+        if name in running.addresses:
+            answer = health.check(running.addresses[name], access=access if name == "router" else Access())
         table.add_row(name, str(pid), _duration(up_s), decimal(memory), answer)
     return table
 
 
-def _show_model(target: str, console: Console) -> None:
-    with Client(target) as client:
+def _show_model(target: str, access: Access, console: Console) -> None:
+    with Client(target, access) as client:
         try:
             model = client.model(timeout=_TIMEOUT_S)
         except RequestError as error:
@@ -62,9 +65,9 @@ def _show_model(target: str, console: Console) -> None:
     console.print(f"model    {model.model}, {model.dtype}, {model.context_length} tokens of context", markup=False)
 
 
-def _show_load(target: str, console: Console) -> None:
+def _show_load(target: str, access: Access, console: Console) -> None:
     try:
-        with introspection(target) as stub:
+        with introspection(target, access) as stub:
             now = stub.GetState(introspection_pb2.GetStateRequest(), timeout=_TIMEOUT_S).state
     except RequestError as error:
         console.print(f"load     unknown: {error}", markup=False)

@@ -27,6 +27,7 @@ from protos.pagewire.v1.introspection_pb2_grpc import (
     IntrospectionServiceServicer,
     add_IntrospectionServiceServicer_to_server,
 )
+from protos.tls import ServerTls
 
 USAGE = pb.Usage(prompt_tokens=5, cached_prompt_tokens=2, completion_tokens=3)
 TIMINGS = pb.Timings(queue_ms=1, ttft_ms=100, total_ms=300)
@@ -150,7 +151,10 @@ def _refusals(context: grpc.ServicerContext) -> Iterator[None]:
 
 @contextmanager
 def serving(
-    fake: FakeGeneration, address: str = "127.0.0.1:0", introspection: FakeIntrospection | None = None
+    fake: FakeGeneration,
+    address: str = "127.0.0.1:0",
+    introspection: FakeIntrospection | None = None,
+    tls: ServerTls | None = None,
 ) -> Iterator[str]:
     """Serves a fake with health, and another of the introspection service if given; gives their address."""
     server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
@@ -160,7 +164,7 @@ def serving(
     add_GenerationServiceServicer_to_server(fake, server)
     if introspection is not None:
         add_IntrospectionServiceServicer_to_server(introspection, server)
-    port = server.add_insecure_port(address)
+    port = server.add_secure_port(address, tls.credentials()) if tls else server.add_insecure_port(address)
     server.start()
     try:
         yield address if address.startswith("unix:") else f"127.0.0.1:{port}"
@@ -177,7 +181,8 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--listen")
-    parser.add_argument("--journal", type=Path)
+    for option in ("--journal", "--tls-certificate", "--tls-key"):
+        parser.add_argument(option, type=Path)
     for flag in ("--die", "--bad-option", "--stubborn", "--mute"):
         parser.add_argument(flag, action="store_true")
     given, _ = parser.parse_known_args(arguments)
@@ -197,7 +202,8 @@ def main(arguments: list[str]) -> None:
         sys.exit(3)
     # Before gRPC's threads exist, so that none of them takes the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    with nullcontext() if given.mute else serving(FakeGeneration(), given.listen):
+    tls = ServerTls(given.tls_certificate, given.tls_key) if given.tls_certificate else None
+    with nullcontext() if given.mute else serving(FakeGeneration(), given.listen, tls=tls):
         note("start")
         while True:
             signal.sigwait({signal.SIGTERM})

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pagewire_fakes
 import pytest
+from authority import Authority
 
 from pagewire import background, health, state
 from pagewire.cluster import Cluster, LaunchError, RestartPolicy, ServiceProcess
@@ -260,6 +261,19 @@ def test_a_detached_cluster_serves_and_is_shown_and_stopped(home, port):
     assert (home / "journal").read_text().splitlines() == ["worker start", "worker stop"]
     assert pagewire("status", "--port", port).returncode == 1
     assert "nothing runs" in pagewire("down", "--port", port).stdout
+
+
+def test_a_cluster_behind_tls_is_started_and_shown_by_who_trusts_it(home, port):
+    authority = Authority(home)
+    certificate, key = authority.issue()
+    tls = ("--set", f"router.tls-certificate={certificate}", "--set", f"router.tls-key={key}")
+    up = pagewire("--ca", authority.ca, "up", "--model", home, "--port", port, "--detach", *tls)
+    assert (up.returncode, up.stderr) == (0, "")
+    shown = pagewire("--ca", authority.ca, "status", "--port", port)
+    assert shown.returncode == 0
+    assert shown.stdout.count("SERVING") == 4, "three services, and where it listens"
+    assert pagewire("status", "--port", port).returncode == 1
+    assert pagewire("down", "--port", port).returncode == 0
 
 
 def test_a_detached_cluster_that_cannot_start_shows_the_end_of_its_log(home, port):
