@@ -21,7 +21,7 @@ log = logging.getLogger("router")
 async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Event) -> None:
     """Serves clients until `stop` is set; health is SERVING while the chain behind is up."""
     changed = asyncio.Event()
-    link = SchedulerLink(settings.scheduler, on_change=changed.set)
+    link = SchedulerLink(settings.scheduler, settings.health_stall_s, on_change=changed.set)
     services = [
         Service(
             generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
@@ -37,15 +37,22 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
                 IntrospectionService(link, stop, settings.write_stall_s),
             )
         )
-    server = Server(services, max_message_bytes=PUBLIC_MESSAGE_BYTES, reflect=settings.reflection)
+    server = Server(
+        services,
+        max_message_bytes=PUBLIC_MESSAGE_BYTES,
+        reflect=settings.reflection,
+        options=settings.connection_age_options,
+    )
     await server.start(settings.listen)
     log.info("listening", extra={"address": settings.listen, "scheduler": settings.scheduler})
     tasks = [asyncio.create_task(link.run()), asyncio.create_task(_mirror_health(link, server, changed))]
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", extra={"live": link.num_live})
+    await server.withdraw()
     if stopped in done:
-        await server.stop(settings.drain_grace_s, settings.drain_delay_s)
+        await asyncio.sleep(settings.drain_delay_s)
+        await server.stop(settings.drain_grace_s, end_live=link.break_off)
     else:
         await server.stop(0)
     for task in tasks:
