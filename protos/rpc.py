@@ -9,7 +9,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from protos.calls import Calls
-from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to_status, unavailable
+from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to_status
 from protos.tls import ClientTls, ServerTls, TlsError
 from protos.watched_files import WatchedFiles
 
@@ -31,6 +31,9 @@ SESSION_PROTOCOL_VERSION = 3
 LIVENESS = "liveness"
 
 _STOP_TIMEOUT_S = 2.0
+_SETTLE_S = 0.1
+# How long an error may be on its way to a client before the client counts as one that does not read.
+_ABORT_TIMEOUT_S = 1.0
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -58,13 +61,9 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def dial(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
-    """A channel between our own processes, plaintext without `tls`. `address` is "host:port" or "unix:/path".
-
-    Raises:
-        TlsError: the files of `tls` can not be used.
-    """
-    options: list[tuple[str, int | str]] = [
+def client_options() -> list[tuple[str, int]]:
+    """Options of every channel between our own processes."""
+    return [
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
         ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
@@ -76,6 +75,15 @@ def dial(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
         # A proxy named in the environment is for the outside world.
         ("grpc.enable_http_proxy", 0),
     ]
+
+
+def dial(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
+    """A channel between our own processes, plaintext without `tls`. `address` is "host:port" or "unix:/path".
+
+    Raises:
+        TlsError: the files of `tls` can not be used.
+    """
+    options: list[tuple[str, int | str]] = [*client_options()]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     if address.startswith("unix:"):
@@ -158,11 +166,13 @@ class Server:
         show_channels: bool = True,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         calls: Calls[Any] | None = None,
+        options: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.calls: Calls[Any] = calls or Calls()
         self._boundary = _Boundary()
         self._server = grpc.aio.server(
-            interceptors=[self.calls, *interceptors, self._boundary], options=server_options(max_message_bytes)
+            interceptors=[self.calls, *interceptors, self._boundary],
+            options=[*server_options(max_message_bytes), *options],
         )
         self._health = health.aio.HealthServicer()
         self._names = ["", *(service.full_name for service in services)]
@@ -211,20 +221,32 @@ class Server:
         for name in self._names:
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
-    async def stop(self, grace_s: float, delay_s: float = 0) -> None:
-        """Says NOT_SERVING, refuses new calls, lets live ones finish for `grace_s` seconds, then cuts them.
-
-        For `delay_s` seconds before that new calls are still taken: from those who have not looked at its health yet.
-        """
+    async def withdraw(self) -> None:
+        """Says NOT_SERVING from now on, whatever `set_serving` is told; calls are taken as before."""
         self._stopping = True
         await self.set_serving(False)
-        await asyncio.sleep(delay_s)
-        # gRPC's own grace would wait for every open health watch too, and those end only when we do.
-        await self._boundary.drain(grace_s)
+
+    async def stop(self, grace_s: float, end_live: Callable[[], None] | None = None) -> None:
+        """Sends clients elsewhere (GOAWAY), lets live calls finish for `grace_s` seconds, then ends them.
+
+        Args:
+            grace_s: less is taken where no call is live any more.
+            end_live: is to make the methods that run then end with an error that says more than gRPC's.
+        """
+        await self.withdraw()
+        # Takes no calls any more. Its own grace would wait for every open health watch too, and those end only when
+        # we do.
+        closing = asyncio.ensure_future(self._server.stop(grace_s + _ABORT_TIMEOUT_S + _STOP_TIMEOUT_S))
+        # What it took last comes to our methods now.
+        await asyncio.sleep(min(grace_s, _SETTLE_S))
+        if not await self._boundary.idle_within(grace_s) and end_live is not None:
+            end_live()
+            await self._boundary.idle_within(_ABORT_TIMEOUT_S)
         # A connection whose reader has stopped reading does not close, and gRPC would wait for it for ever.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await self._server.stop(0)
+        closing.cancel()
 
 
 async def wait_for_serving(channel: grpc.aio.Channel, service: str = "") -> None:
@@ -258,16 +280,15 @@ class _Boundary(grpc.aio.ServerInterceptor):
 
     def __init__(self) -> None:
         self._num_live = 0
-        self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuses new calls; returns when none is live, or after `grace_s` seconds."""
-        self._draining = True
+    async def idle_within(self, timeout_s: float) -> bool:
+        """Whether no call is live, now or at some time within `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
+            async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+        return self._num_live == 0
 
     async def intercept_service(
         self,
@@ -284,22 +305,20 @@ class _Boundary(grpc.aio.ServerInterceptor):
             self._num_live += 1
             self._idle.clear()
             try:
-                if self._draining:
-                    raise unavailable("DRAINING", "this server is shutting down; retry, it or another will answer")
                 if isinstance(request, _Malformed):
                     raise request.refusal
                 return await behaviour(request, context)
             except Refusal as refusal:
-                await context.abort_with_status(rpc_status.to_status(to_status(refusal)))
+                await _abort(context, refusal)
             except DecodeError as error:  # a later message of a stream
-                await context.abort_with_status(rpc_status.to_status(to_status(_malformed(error))))
+                await _abort(context, _malformed(error))
             except (grpc.aio.AbortError, grpc.aio.UsageError):
                 raise
             except Exception:
                 facts = {"method": details.method, "request_id": getattr(request, "request_id", "")}
                 log.exception("bug", extra=facts)
                 bug = Refusal(grpc.StatusCode.INTERNAL, "BUG", f"{details.method} failed; the server's log says why")
-                await context.abort_with_status(rpc_status.to_status(to_status(bug)))
+                await _abort(context, bug)
             finally:
                 self._num_live -= 1
                 if self._num_live == 0:
@@ -310,6 +329,21 @@ class _Boundary(grpc.aio.ServerInterceptor):
         if not handler.request_streaming:
             deserialize = _forgiving(deserialize)
         return make(guarded, deserialize, handler.response_serializer)
+
+
+async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", refusal: Refusal) -> NoReturn:
+    """Ends a call with an error, also where the client does not read what was written before.
+
+    gRPC would wait for such a client until its connection dies.
+
+    Raises:
+        grpc.aio.AbortError: always, for gRPC itself.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ABORT_TIMEOUT_S):
+            await context.abort_with_status(rpc_status.to_status(to_status(refusal)))
+    await context.send_initial_metadata(())  # raises what the wait was cut off from
+    raise AssertionError("an aborted call goes on")
 
 
 def _forgiving(deserialize: Callable[[bytes], object]) -> Callable[[bytes], object]:

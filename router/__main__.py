@@ -25,7 +25,7 @@ log = logging.getLogger("router")
 async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Event) -> None:
     """Serves clients until `stop` is set; health is SERVING while the chain behind is up."""
     changed = asyncio.Event()
-    link = SchedulerLink(settings.scheduler, on_change=changed.set, tls=settings.scheduler_tls)
+    link = SchedulerLink(settings.scheduler, settings.health_stall_s, changed.set, settings.scheduler_tls)
     tracer = telemetry.start_tracer("router", settings)
     calls = ClientCalls(tracer)
     tenants = tenants_of(settings)
@@ -42,11 +42,13 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", extra={"live": link.num_live})
-    tasks[1].cancel()
     for server in servers:
-        await server.set_serving(False)
-    grace_s, delay_s = (settings.drain_grace_s, settings.drain_delay_s) if stopped in done else (0, 0)
-    await servers[0].stop(grace_s, delay_s)
+        await server.withdraw()
+    grace_s = 0.0
+    if stopped in done:
+        await asyncio.sleep(settings.drain_delay_s)
+        grace_s = settings.drain_grace_s
+    await servers[0].stop(grace_s, end_live=link.break_off)
     for server in servers[1:]:  # the operators' last, who may look on while the clients' drains
         await server.stop(grace_s)
     for task in tasks:
@@ -87,6 +89,7 @@ def _servers(
         show_channels=not has_admin,
         interceptors=[TokenGate(tenants)] if isinstance(tenants, ByToken) else [],
         calls=calls,
+        options=settings.connection_age_options,
     )
     if not has_admin:
         return [clients]

@@ -73,6 +73,24 @@ class RouterSettings(ServerTlsSettings):
         "tenants, reflection, channelz and health; of these the clients' port has only health then",
     )
     write_stall_s: float = Field(60.0, gt=0, description="seconds after which a client that does not read is given up")
+    health_stall_s: float = Field(
+        5.0,
+        gt=0,
+        description="seconds without a sign of life from the scheduler after which health is NOT_SERVING until there "
+        "is one; requests are taken all the same, and wait",
+    )
+    max_connection_age_s: float = Field(
+        0.0,
+        ge=0,
+        description="seconds, give or take a tenth, after which a client's connection takes no new calls, so that it "
+        "opens another, perhaps to another router; 0 for never. For clients behind what balances connections",
+    )
+    max_connection_age_grace_s: float = Field(
+        900.0,
+        gt=0,
+        description="seconds that live calls of such a connection get to finish before they are cut: no less than the "
+        "longest generation takes, its time in the queue included",
+    )
     drain_delay_s: float = Field(
         0.0,
         ge=0,
@@ -96,6 +114,11 @@ class RouterSettings(ServerTlsSettings):
             raise ValueError(f"{' and '.join(named)}: each says who a client is; give one of them")
         if self.tenant_from_certificate and self.tls_client_ca is None:
             raise ValueError("--tenant-from-certificate: needs --tls-client-ca, which makes clients show a certificate")
+        if self.max_connection_age_s and self.max_connection_age_grace_s < self.drain_grace_s:
+            raise ValueError(
+                f"max_connection_age_grace_s ({self.max_connection_age_grace_s:g}) is less than drain_grace_s "
+                f"({self.drain_grace_s:g}): make it as long as the longest generation takes"
+            )
         return self
 
     @property
@@ -104,3 +127,13 @@ class RouterSettings(ServerTlsSettings):
         return client_tls(
             "scheduler-tls", self.scheduler_tls_ca, self.scheduler_tls_certificate, self.scheduler_tls_key
         )
+
+    @property
+    def connection_age_options(self) -> list[tuple[str, int]]:
+        """What bounds the age of connections; gRPC varies each one's by a tenth."""
+        if not self.max_connection_age_s:
+            return []
+        return [
+            ("grpc.max_connection_age_ms", max(1, int(self.max_connection_age_s * 1e3))),
+            ("grpc.max_connection_age_grace_ms", int(self.max_connection_age_grace_s * 1e3)),
+        ]

@@ -23,6 +23,8 @@ _RECONNECT_DELAY_S = 0.1
 _LOOK_AGAIN_S = 10.0
 # After a refusal that only a new version of one side can mend.
 _REFUSED_DELAY_S = 5.0
+# How often the scheduler is looked at in the time after which it counts as stalled.
+_NUM_LOOKS = 5
 # Of the unary calls, which nobody waits for on a stream.
 _ANSWER_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
@@ -31,11 +33,16 @@ log = logging.getLogger(__name__)
 class SchedulerLink:
     """All of this router's requests at one scheduler.
 
+    Args:
+        stall_s: seconds without a message after which the scheduler counts as stalled; it is asked for one before.
+
     Attributes:
         welcome: what the scheduler said of itself and its model; None before the first connection.
     """
 
-    def __init__(self, address: str, on_change: Callable[[], None], tls: ClientTls | None = None) -> None:
+    def __init__(
+        self, address: str, stall_s: float, on_change: Callable[[], None], tls: ClientTls | None = None
+    ) -> None:
         self.welcome: pb.Welcome | None = None
         self.load = pb.Load()
         self._line = rpc.Line(address, tls)
@@ -48,6 +55,10 @@ class SchedulerLink:
         self._deadlines: dict[int, float | None] = {}
         self._connected = False
         self._draining = False
+        self._stall_s = stall_s
+        # Looks in a row between which nothing was heard. Counted, so that a router that was suspended itself does not
+        # blame its scheduler.
+        self._num_silent_looks = 0
         self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self._lease: asyncio.TimerHandle | None = None
         # What the last Hello told the scheduler to go on with.
@@ -56,7 +67,7 @@ class SchedulerLink:
     @property
     def serving(self) -> bool:
         """Whether a request submitted now would run at once."""
-        return self._connected and self.load.serving and not self._draining
+        return self._connected and self.load.serving and not self._draining and not self._stalled
 
     @property
     def connected(self) -> bool:
@@ -71,6 +82,10 @@ class SchedulerLink:
     def labels(self) -> dict[str, str] | None:
         """Of this router's metrics; None before the first connection."""
         return None if self.welcome is None else {"model_name": self.welcome.model.model}
+
+    @property
+    def _stalled(self) -> bool:
+        return self._num_silent_looks > _NUM_LOOKS
 
     def new_handle(self) -> int:
         """A number that no other request of this router has."""
@@ -169,13 +184,14 @@ class SchedulerLink:
         hello = pb.Hello(router_id=self._router_id, protocol_version=rpc.SESSION_PROTOCOL_VERSION, resume=resume)
         await call.write(pb.SessionRequest(hello=hello))
         self._outbox = asyncio.Queue()
-        writer = asyncio.create_task(self._write(call, self._outbox))
+        beside = [asyncio.create_task(self._write(call, self._outbox)), asyncio.create_task(self._watch())]
         try:
             async for message in call:
                 self._receive(message)
         finally:
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
 
     async def _write(
         self,
@@ -184,6 +200,19 @@ class SchedulerLink:
     ) -> None:
         while True:
             await call.write(await outbox.get())
+
+    async def _watch(self) -> None:
+        """Asks for a sign of life where there has been none for a while."""
+        self._num_silent_looks = 0
+        while True:
+            await asyncio.sleep(self._stall_s / _NUM_LOOKS)
+            if self._num_silent_looks:
+                self._send(pb.SessionRequest(ping=pb.Ping()))
+            was_serving = self.serving
+            self._num_silent_looks += 1
+            if was_serving != self.serving:
+                log.error("the scheduler is silent", extra={"for_s": self._stall_s, "live": len(self._live)})
+                self._on_change()
 
     def _send(self, message: pb.SessionRequest) -> None:
         # While disconnected nothing is queued: the next Hello tells the scheduler all that matters.
@@ -212,6 +241,10 @@ class SchedulerLink:
         self._send(pb.SessionRequest(submit=submit))
 
     def _receive(self, message: pb.SessionResponse) -> None:
+        was_stalled, self._num_silent_looks = self._stalled, 0
+        if was_stalled:
+            log.info("the scheduler is heard again")
+            self._on_change()
         match message.WhichOneof("message"):
             case "step_outputs":
                 self._on_step_outputs(message.step_outputs)
@@ -297,6 +330,12 @@ class SchedulerLink:
         for live in self._live.values():
             live.fail(_lost(live, "the scheduler is gone"))
 
+    def break_off(self) -> None:
+        """Ends what is live with an error: this router is about to go."""
+        for live in self._live.values():
+            if not live.finished:
+                live.fail(_broken_off(live, "DRAINING", "this router shut down before the request was finished"))
+
 
 def _read_logprobs(outputs: pb.StepOutputs) -> dict[int, Logprobs]:
     """Of the rows whose requests asked, by their places."""
@@ -328,6 +367,10 @@ def _no_answer(error: grpc.aio.AioRpcError) -> Refusal:
 
 
 def _lost(live: LiveRequest, why: str) -> Refusal:
+    return _broken_off(live, "SCHEDULER_LOST", f"the request was lost: {why}")
+
+
+def _broken_off(live: LiveRequest, reason: str, message: str) -> Refusal:
     """UNAVAILABLE, which proxies retry, as long as the client has no token; then ABORTED, which they do not."""
     code = grpc.StatusCode.ABORTED if live.has_told else grpc.StatusCode.UNAVAILABLE
-    return Refusal(code, "SCHEDULER_LOST", f"the request was lost: {why}", retry_delay_ms=1000)
+    return Refusal(code, reason, message, retry_delay_ms=1000)

@@ -13,6 +13,7 @@ from scheduler.metrics import metrics_of
 from scheduler.observer import Observer
 from scheduler.server import SessionService
 from scheduler.sessions import Sessions
+from scheduler.watchdog import Watchdog
 
 # A change that falls into the telling of another one is told after this.
 _HEALTH_INTERVAL_S = 1.0
@@ -20,7 +21,7 @@ log = logging.getLogger("scheduler")
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
-    """Serves routers until `stop` is set; health is SERVING while a worker is."""
+    """Serves routers until `stop` is set; health is SERVING while steps complete, or would."""
     tracer = telemetry.start_tracer("scheduler", settings)
     observer = Observer(tracer)
     sessions = Sessions(observer.added, observer.ended)
@@ -33,12 +34,14 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     log.info("listening", extra={"address": settings.listen, "worker": settings.worker})
     tasks = [
         asyncio.create_task(loop.run()),
+        asyncio.create_task(Watchdog(loop, settings.health_stall_s).run()),
         asyncio.create_task(service.report_load()),
         asyncio.create_task(_mirror_health(loop, server)),
     ]
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
     log.info("draining")
+    await server.withdraw()
     service.drain(settings.drain_grace_s)
     if stopped in done:
         await loop.drained(settings.drain_grace_s)

@@ -47,6 +47,13 @@ class SchedulerSettings(ServerTlsSettings):
     )
     aging_s: float = Field(10.0, ge=0, description="seconds of waiting that one level of priority is worth")
     lease_s: float = Field(5.0, gt=0, description="seconds that requests outlive a lost router")
+    health_stall_s: float = Field(
+        5.0,
+        gt=0,
+        description="seconds without a step, where there is work, or without a sign of life from an idle worker, after "
+        "which health is NOT_SERVING until there is one; a step may take four times what it is expected to, if that is "
+        "longer. Requests are taken all the same, and wait",
+    )
     step_timeout_s: float = Field(120.0, gt=0, description="seconds after which a step's worker is given up")
     drain_grace_s: float = Field(30.0, ge=0, description="seconds that live requests get to finish after SIGTERM")
     max_failed_steps: int = Field(3, ge=1, description="steps lost with their worker after which a request is failed")

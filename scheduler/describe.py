@@ -71,7 +71,7 @@ def locate(core: Scheduler, groups: Sequence[SequenceGroup | None]) -> pb.Locate
 
 def describe_request(core: Scheduler, loop: SchedulerLoop, group: SequenceGroup, now: float) -> pb.ExplainResponse:
     """Why a live request is where it is."""
-    explanation = explain(core, group, loop.serving)
+    explanation = explain(core, group, loop.connected)
     return pb.ExplainResponse(
         status=_STATUS[explanation.status],
         reason=_REASON[explanation.reason],

@@ -28,6 +28,7 @@ from scheduler.worker_link import WorkerLink, WorkerLost
 
 # How long the end of a request can be told again: until keepalive has noticed that a router's connection is dead.
 _RETENTION_S = 60.0
+_RECONNECT_DELAY_S = 0.1
 # What a timer of the event loop may be early by: it counts in milliseconds.
 _TIMER_S = 0.001
 log = logging.getLogger(__name__)
@@ -40,7 +41,9 @@ class SchedulerLoop:
         core: None until the first worker has said how many blocks there are.
         info: what that worker loaded.
         ready: set once `core` and `info` are there.
-        serving: whether steps can run now.
+        connected: whether there is a worker.
+        stall: why steps do not seem to come back from it; None while they do, or would.
+        num_answered: steps that came back, of all workers.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class SchedulerLoop:
         self.core: Scheduler | None = None
         self.info: GetInfoResponse | None = None
         self.ready = asyncio.Event()
-        self.serving = False
+        self.connected = False
+        self.stall: str | None = None
+        self.num_answered = 0
         self.last_step_ms = 0.0
         self.last_step_tokens = 0
         self._settings = settings
@@ -64,6 +69,17 @@ class SchedulerLoop:
         self._work = asyncio.Event()
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()
+        self._pacing: Pacing | None = None
+
+    @property
+    def serving(self) -> bool:
+        """Whether a step completed lately, or could complete now."""
+        return self.connected and self.stall is None
+
+    @property
+    def in_flight(self) -> Pacing | None:
+        """The steps that the worker has; None when it has none."""
+        return self._pacing if self._pacing is not None and self._pacing.oldest is not None else None
 
     def labels(self) -> dict[str, str] | None:
         """Of this scheduler's metrics; None before the first worker."""
@@ -81,7 +97,7 @@ class SchedulerLoop:
             if not self._adopt(info):
                 await asyncio.sleep(1.0)  # a worker of another model: look again, it may be replaced
                 continue
-            self._set_serving(True)
+            self._set_connected(True)
             try:
                 async with Patience(self._settings.step_timeout_s) as patience:
                     await self._steps(patience)
@@ -89,6 +105,18 @@ class SchedulerLoop:
                 self._lose(f"a step was not answered within {self._settings.step_timeout_s} s")
             except WorkerLost as lost:
                 self._lose(str(lost))
+            await asyncio.sleep(_RECONNECT_DELAY_S)
+
+    async def look_at_worker(self, timeout_s: float) -> str | None:
+        """Why the worker does not answer, beside its steps, within `timeout_s` seconds; None when it does."""
+        return await self._link.look(timeout_s)
+
+    def set_stall(self, stall: str | None) -> None:
+        """Says why steps do not seem to come back, or that they do."""
+        changed = (stall is None) != (self.stall is None)
+        self.stall = stall
+        if changed:
+            self._tell_change()
 
     async def wait_for_change(self, timeout_s: float | None) -> None:
         """Returns when `serving` changed, or after `timeout_s` seconds."""
@@ -108,8 +136,12 @@ class SchedulerLoop:
                     self._settled.clear()
                     await self._settled.wait()
 
-    def _set_serving(self, serving: bool) -> None:
-        self.serving = serving
+    def _set_connected(self, connected: bool) -> None:
+        self.connected = connected
+        self.stall = None
+        self._tell_change()
+
+    def _tell_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -148,7 +180,7 @@ class SchedulerLoop:
     async def _steps(self, patience: Patience) -> None:
         """Runs steps until the worker is lost, or the oldest that it has is late."""
         assert self.core is not None
-        pacing = Pacing(self.core.policy.max_steps_in_flight)
+        pacing = self._pacing = Pacing(self.core.policy.max_steps_in_flight)
         while True:
             now, plan_time = self._clock(), pacing.next_plan_time()
             if plan_time is not None and plan_time < now + _TIMER_S:
@@ -170,6 +202,7 @@ class SchedulerLoop:
             if result is not None:
                 self.last_step_ms = pacing.pop(self._clock()) * 1e3
                 self.last_step_tokens = oldest.num_tokens
+                self.num_answered += 1
                 if pacing.oldest is None:
                     patience.end()
                 else:
@@ -214,7 +247,8 @@ class SchedulerLoop:
     def _lose(self, reason: str) -> None:
         """The worker is gone, and what it computed with it."""
         assert self.core is not None
-        self._set_serving(False)
+        self._set_connected(False)
+        self._pacing = None
         groups = self.core.requeue_running()
         self._observer.lost(groups)
         log.error("worker lost", extra={"reason": reason, "requeued": len(groups)})

@@ -31,6 +31,11 @@ class Pacing:
         self._idle = False
 
     @property
+    def expected_s(self) -> float:
+        """What the steps are expected to take, all together."""
+        return sum(seconds for _, seconds in self._steps)
+
+    @property
     def oldest(self) -> Plan | None:
         """The step whose result comes next."""
         return self._steps[0][0] if self._steps else None
@@ -66,5 +71,5 @@ class Pacing:
             return self.begun
         if self._idle or len(self._steps) == self._max_steps or any(plan.num_beams for plan, _ in self._steps):
             return None
-        expected_s = sum(seconds for _, seconds in self._steps)
+        expected_s = self.expected_s
         return self.begun + expected_s - _LEAD_S - _LEAD_SHARE * expected_s

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from protos import rpc
 from protos.tls import ClientTls
@@ -75,6 +77,14 @@ class WorkerLink:
         assert self._call is not None, "not connected"
         if self._call.done():
             raise WorkerLost(await self._last_words())
+
+    async def look(self, timeout_s: float) -> str | None:
+        """Asks the worker for its health, beside the stream of steps: why there is no answer in time, or None."""
+        try:
+            await HealthStub(self._line.channel).Check(HealthCheckRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        return None
 
     async def send(self, plan: Plan, traces: Sequence[TraceContext] = ()) -> None:
         """Sends a step, as it is at the time of the call, behind those that are on their way.

@@ -8,7 +8,7 @@ import json
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ class Cluster:
     directory: str
     step_ms: float = 0
     worker: Service = field(init=False)
+    scheduler: Service = field(init=False)
     routers: dict[int, Service] = field(default_factory=dict)
 
     @property
@@ -51,6 +52,11 @@ class Cluster:
         script = ("--text", str(text), "--vocabulary-size", str(VOCABULARY_SIZE), "--step-ms", str(self.step_ms))
         address = f"unix:{self.directory}/worker"
         self.worker = Service("bench.instant_worker", "--listen", address, *script, directory=self.directory)
+
+    def start_scheduler(self, *options: str) -> None:
+        """Starts the scheduler, without waiting for it."""
+        addresses = ("--listen", f"unix:{self.directory}/scheduler", "--worker", f"unix:{self.directory}/worker")
+        self.scheduler = Service("scheduler", *addresses, *options, directory=self.directory)
 
     def start_router(self, port: int, *options: str, scheduler: str | None = None) -> None:
         """Starts a router, without waiting for it."""
@@ -83,7 +89,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(
-    *router_options: str, num_routers: int = 1, step_ms: float = 0, scheduler_options: tuple[str, ...] = ()
+    *router_options: str, scheduler_options: Sequence[str] = (), num_routers: int = 1, step_ms: float = 0
 ) -> Iterator[Cluster]:
     """Everything started, and SERVING."""
     with tempfile.TemporaryDirectory(prefix="pw") as directory, contextlib.ExitStack() as ends:
@@ -91,8 +97,8 @@ def cluster(
         running = Cluster(directory, step_ms)
         running.start_worker()
         ends.callback(lambda: running.worker.stop())
-        addresses = ("--listen", f"unix:{directory}/scheduler", "--worker", f"unix:{directory}/worker")
-        ends.callback(Service("scheduler", *addresses, *scheduler_options, directory=directory).stop)
+        running.start_scheduler(*scheduler_options)
+        ends.callback(lambda: running.scheduler.stop())
         ends.callback(running.stop_routers)
         for port in [free_port() for _ in range(num_routers)]:
             running.start_router(port, *router_options)

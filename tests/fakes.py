@@ -215,10 +215,11 @@ class Proxy:
             writer.close()
             return
         self._writers += [writer, forth]
-        await asyncio.gather(_pass_on(reader, forth), _pass_on(back, writer))
+        await asyncio.gather(pass_on(reader, forth), pass_on(back, writer))
 
 
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copies bytes until one side has ended."""
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)

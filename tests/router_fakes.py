@@ -57,7 +57,10 @@ class FakeScheduler(SessionServiceServicer):
         await context.write(session_pb2.SessionResponse(welcome=welcome))
         await context.write(session_pb2.SessionResponse(load=session_pb2.Load(serving=True)))
         while (message := await context.read()) is not grpc.aio.EOF:
-            self.heard.put_nowait(message)
+            if message.HasField("ping"):
+                await context.write(session_pb2.SessionResponse(pong=session_pb2.Pong()))
+            else:
+                self.heard.put_nowait(message)
 
     async def GetState(self, request, context):
         self.num_states += 1

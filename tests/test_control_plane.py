@@ -596,9 +596,9 @@ async def test_an_open_health_watch_does_not_hold_up_the_end_of_a_server():
     watch.cancel()
 
 
-async def test_a_stopping_router_is_not_serving_but_alive():
+async def test_a_router_that_is_about_to_stop_is_not_serving_but_alive_and_takes_calls():
     worker = FakeWorker()
-    async with control_plane(worker) as plane:
+    async with control_plane(worker, router={"drain_delay_s": 2.0}) as plane:
         worker.gate.clear()
         stream = plane.generation.Generate(request(max_tokens=3))
         await plane.until(lambda state: state.num_running == 1)
@@ -607,21 +607,50 @@ async def test_a_stopping_router_is_not_serving_but_alive():
             await asyncio.sleep(0.005)
         assert await health_of(plane, "liveness") == HealthCheckResponse.SERVING
         worker.gate.set()
+        assert await plane.text(max_tokens=5) == "The q"
         assert "".join([m.outputs[0].text async for m in stream]) == "The"
 
 
-async def test_a_draining_router_lets_live_streams_finish_and_refuses_new_ones():
+async def test_a_draining_router_takes_no_new_calls_and_lets_live_streams_finish():
     worker = FakeWorker()
     async with control_plane(worker) as plane:
         messages = aiter(plane.generation.Generate(request(max_tokens=40)))
         text = (await anext(messages)).outputs[0].text
         worker.gate.clear()
         plane.stop_router.set()
-        while await health_of(plane, "") == HealthCheckResponse.SERVING:
+        while plane.channel.get_state() is grpc.ChannelConnectivity.READY:
             await asyncio.sleep(0.005)
         error = await refusal_of(plane.generation.Generate(request(max_tokens=2)))
         assert error.code is grpc.StatusCode.UNAVAILABLE
-        assert error.reason == "DRAINING"
         worker.gate.set()
         text += "".join([m.outputs[0].text async for m in messages])
         assert text == TEXT[:40]
+
+
+async def test_streams_that_outlast_the_grace_end_in_an_error_that_says_whether_anything_was_told():
+    worker = FakeWorker()
+    async with control_plane(worker, router={"drain_grace_s": 0.2}) as plane:
+        begun = aiter(plane.generation.Generate(request(max_tokens=150)))
+        await anext(begun)
+        worker.gate.clear()
+        waiting = plane.generation.Generate(request(max_tokens=2))
+        await plane.until(lambda state: state.num_running + state.num_waiting == 2)
+        plane.stop_router.set()
+        for call, code in ((begun, grpc.StatusCode.ABORTED), (waiting, grpc.StatusCode.UNAVAILABLE)):
+            error = await refusal_of(call)
+            assert (error.code, error.reason) == (code, "DRAINING")
+            assert error.retry_delay_ms is not None
+        await plane.until_scheduler(lambda state: state.num_running + state.num_waiting == 0)
+        worker.gate.set()
+
+
+async def test_a_worker_that_drains_while_its_scheduler_lives_interrupts_streams_and_ends_none():
+    worker = FakeWorker()
+    async with control_plane(worker) as plane:
+        messages = aiter(plane.generation.Generate(request("hello", max_tokens=150)))
+        text = (await anext(messages)).outputs[0].text
+        worker.gate.clear()
+        await plane.worker_server.stop(grace_s=0.2)
+        plane.worker_server = await fakes.start_worker(FakeWorker(epoch=2), f"unix:{plane.directory}/w")
+        text += "".join([m.outputs[0].text async for m in messages])
+        assert text == (TEXT * 4)[:150]

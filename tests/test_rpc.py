@@ -1,0 +1,153 @@
+"""How our servers end calls and themselves, and that gRPC knows the options that they set."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from protos import rpc
+from protos.errors import Refusal
+from router.config import RouterSettings
+
+METHOD = "/pagewire.test/Say"
+Say = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def serving(say: Say):
+    """A server of ours with one streaming method, and its port."""
+
+    def add(_: object, server: grpc.aio.Server) -> None:
+        async def method(request: bytes, context: grpc.aio.ServicerContext) -> None:
+            await say(context)
+
+        handlers = {"Say": grpc.unary_stream_rpc_method_handler(method, bytes, bytes)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pagewire.test", handlers),))
+
+    server = rpc.Server([rpc.Service("pagewire.test", add, None)])
+    port = await server.start("127.0.0.1:0")
+    await server.set_serving(True)
+    try:
+        yield server, port
+    finally:
+        await server.stop(0)
+
+
+def channel_to(*ports: int) -> grpc.aio.Channel:
+    """A plain client's, which takes the first server that answers."""
+    addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+    return grpc.aio.insecure_channel(f"ipv4:{addresses}", [("grpc.use_local_subchannel_pool", 1)])
+
+
+def say(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamCall:
+    return channel.unary_stream(METHOD)(b"")
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_an_error_is_not_waited_for_where_the_client_reads_nothing(refuses):
+    """Neither by the method nor by a server that stops: the messages before fill the client's window."""
+    ended = asyncio.Event()
+
+    async def flood(context: grpc.aio.ServicerContext) -> None:
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    while True:
+                        await context.write(b"x" * 1_000_000)
+            if refuses:
+                raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT_STALLED", "reads nothing")
+            raise RuntimeError("a bug, as the test wants")
+        finally:
+            ended.set()
+
+    async with serving(flood) as (server, port), channel_to(port) as channel:
+        call = say(channel)
+        await call.initial_metadata()
+        await ended.wait()
+        begun = time.monotonic()
+        await server.stop(grace_s=60)
+        assert time.monotonic() - begun < 20
+        call.cancel()
+
+
+async def test_a_server_that_stops_sends_clients_to_another_while_live_calls_finish():
+    """A plain client, without health checks and retries, to which GOAWAY is the only sign."""
+    gate = asyncio.Event()
+
+    async def wait(context: grpc.aio.ServicerContext) -> None:
+        await context.write(b"begun")
+        await gate.wait()
+        await context.write(b"ended")
+
+    async def answer(context: grpc.aio.ServicerContext) -> None:
+        await context.write(b"other")
+
+    async with serving(wait) as (old, old_port), serving(answer) as (_, port), channel_to(old_port, port) as channel:
+        live = say(channel)
+        assert await live.read() == b"begun"
+        stopping = asyncio.create_task(old.stop(grace_s=60))
+        while channel.get_state() is grpc.ChannelConnectivity.READY:
+            await asyncio.sleep(0.001)
+        assert await say(channel).read() == b"other"
+        gate.set()
+        assert [await live.read(), await live.read()] == [b"ended", grpc.aio.EOF]
+        await stopping
+
+
+async def test_what_is_live_at_the_end_of_the_grace_is_told_why_by_its_method():
+    broken_off = asyncio.Event()
+
+    async def wait(context: grpc.aio.ServicerContext) -> None:
+        await context.write(b"begun")
+        await broken_off.wait()
+        raise Refusal(grpc.StatusCode.ABORTED, "DRAINING", "it shut down")
+
+    async with serving(wait) as (server, port), channel_to(port) as channel:
+        call = say(channel)
+        assert await call.read() == b"begun"
+        await server.stop(grace_s=0.05, end_live=broken_off.set)
+        assert (await call.code(), await call.details()) == (grpc.StatusCode.ABORTED, "it shut down")
+
+
+async def test_a_server_that_withdraws_tells_its_watchers_and_takes_calls_as_before():
+    async def answer(context: grpc.aio.ServicerContext) -> None:
+        await context.write(b"answer")
+
+    async with serving(answer) as (server, port), channel_to(port) as channel:
+        watch = HealthStub(channel).Watch(HealthCheckRequest())
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        await server.withdraw()
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        await server.set_serving(True)
+        assert await say(channel).read() == b"answer"
+        alive = await HealthStub(channel).Check(HealthCheckRequest(service=rpc.LIVENESS))
+        assert alive.status == HealthCheckResponse.SERVING
+        assert (await HealthStub(channel).Check(HealthCheckRequest())).status == HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+
+
+def test_grpc_knows_every_option_that_we_set():
+    """It ignores others without a word; one with `recv` in its name has kept peers' clients from pinging for years."""
+    core = next(Path(grpc.__file__).parent.glob("_cython/cygrpc*.so")).read_bytes()
+    aged = RouterSettings(model="m", max_connection_age_s=60)
+    options = [*rpc.server_options(1), *rpc.client_options(), *aged.connection_age_options]
+    assert [name for name, _ in options if name.encode() + b"\0" not in core] == []
+    assert b"grpc.http2.min_recv_ping_interval_without_data_ms" not in core
+
+
+def test_servers_let_clients_ping_every_ten_seconds_and_notice_themselves_when_one_is_gone():
+    options = dict(rpc.server_options(1))
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000
+    assert options["grpc.http2.max_ping_strikes"] == 0, "none of them ends a connection"
+    assert options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"] <= 60_000
+    assert options["grpc.http2.max_pings_without_data"] == 0, "through any silence"
+    # Our own clients ping no faster than our servers allow by the interval alone.
+    assert (
+        dict(rpc.client_options())["grpc.keepalive_time_ms"] >= options["grpc.http2.min_ping_interval_without_data_ms"]
+    )

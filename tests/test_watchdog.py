@@ -1,0 +1,129 @@
+"""Health by progress: steps that do not come back, workers that do not answer, and requests that nobody plans."""
+
+import asyncio
+import logging
+import time
+
+import pytest
+from fakes import TEXT, FakeWorker, control_plane, request
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from protos.rpc import wait_for_serving
+from scheduler.plan import Plan
+from scheduler.scheduler import Scheduler
+from scheduler.watchdog import Watchdog
+
+STALL_S = 0.25
+
+
+async def test_a_step_that_does_not_come_back_is_told_to_watchers_and_what_comes_waits():
+    worker = FakeWorker()
+    async with control_plane(worker, health_stall_s=STALL_S) as plane:
+        watch = HealthStub(plane.channel).Watch(HealthCheckRequest())
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        worker.gate.clear()
+        call = asyncio.ensure_future(plane.text(max_tokens=40))
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        later = asyncio.ensure_future(plane.text("q", max_tokens=3))
+        await plane.until(lambda state: state.num_running + state.num_waiting == 2)
+        worker.gate.set()
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        assert [await call, await later] == [TEXT[:40], "The"]
+        assert len(worker.requests) == 40, "the step was not given up, and is not computed twice"
+        watch.cancel()
+
+
+async def test_a_request_that_leaves_a_stalled_step_does_not_make_it_healthy():
+    worker = FakeWorker()
+    async with control_plane(worker, health_stall_s=STALL_S) as plane:
+        worker.gate.clear()
+        call = plane.generation.Generate(request(max_tokens=3))
+        await plane.until(lambda state: not state.serving)
+        call.cancel()
+        await plane.until(lambda state: state.block_pool.num_held == 0)
+        assert not (await plane.state()).serving
+        worker.gate.set()
+        await wait_for_serving(plane.channel)
+
+
+async def test_requests_that_wait_while_nothing_is_planned_are_logged_with_the_state_and_planned_again(
+    monkeypatch, caplog
+):
+    plan, wedged = Scheduler.schedule, True
+
+    def schedule(core: Scheduler, now: float) -> Plan:
+        return Plan(step_id=0) if wedged else plan(core, now)
+
+    async with control_plane(health_stall_s=STALL_S) as plane:
+        monkeypatch.setattr(Scheduler, "schedule", schedule)
+        call = asyncio.ensure_future(plane.text(max_tokens=3))
+        await plane.until(lambda state: not state.serving)
+        (line,) = [record for record in caplog.records if "no progress" in record.message]
+        assert line.levelno == logging.ERROR
+        assert line.message == "no progress: requests wait, and no step is planned"
+        assert (line.waiting, line.running, line.free_blocks, line.blocks) == (1, 0, 64, 64)
+        assert line.request == "nothing is known to be in its way: the next step looks at it"
+        wedged = False
+        assert await call == "The"
+        await wait_for_serving(plane.channel)
+
+
+class Worker:
+    """A loop's worker and its steps, as a test wants them."""
+
+    def __init__(self) -> None:
+        self.connected, self.stall, self.num_answered = True, None, 0
+        self.core, self.info, self.in_flight = None, object(), None
+        self.silence: str | None = None
+        self.num_asked = 0
+
+    async def look_at_worker(self, timeout_s: float) -> str | None:
+        self.num_asked += 1
+        return self.silence
+
+
+class Steps:
+    def __init__(self, expected_s: float) -> None:
+        self.expected_s = expected_s
+
+
+@pytest.mark.parametrize(("expected_s", "num_looks"), [(0.0, 5), (1.2, 5), (2.5, 10)])
+async def test_a_step_may_take_four_times_what_it_is_expected_to_if_that_is_longer(expected_s, num_looks):
+    worker = Worker()
+    worker.in_flight = Steps(expected_s)
+    watchdog = Watchdog(worker, stall_s=5.0)  # a look a second
+    assert [await watchdog.look() for _ in range(num_looks)] == [None] * num_looks
+    assert await watchdog.look() == f"the worker has not answered a step for {num_looks} s"
+    worker.num_answered += 1
+    assert await watchdog.look() is None
+    assert worker.num_asked == 0, "who computes is not asked"
+
+
+async def test_an_idle_worker_is_asked_and_its_silence_is_the_stall():
+    worker = Worker()
+    watchdog = Watchdog(worker, stall_s=5.0)
+    assert await watchdog.look() is None
+    worker.silence = "DEADLINE_EXCEEDED"
+    assert await watchdog.look() == "the worker does not answer a health check (DEADLINE_EXCEEDED)"
+    assert worker.num_asked == 2
+
+
+async def test_a_worker_that_ends_every_stream_at_once_is_not_connected_to_without_a_pause():
+    times = []
+
+    class Hasty(FakeWorker):
+        async def GetInfo(self, request, context):
+            times.append(time.monotonic())
+            return await super().GetInfo(request, context)
+
+        async def Execute(self, requests, context):
+            return
+
+    async with control_plane() as plane:
+        await plane.replace_worker(Hasty(epoch=2))
+        while len(times) < 6:
+            await asyncio.sleep(0.01)
+        assert times[5] - times[0] > 0.45
+        await plane.replace_worker(FakeWorker(epoch=3))
+        await wait_for_serving(plane.channel)
