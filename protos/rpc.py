@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from protos import unknown_methods
 from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to_status, unavailable
 
 PUBLIC_MESSAGE_BYTES = 16 << 20
@@ -102,7 +103,7 @@ class Server:
         self, services: Sequence[Service], *, max_message_bytes: int = INTERNAL_MESSAGE_BYTES, reflect: bool = True
     ) -> None:
         self._boundary = _Boundary()
-        self._server = grpc.aio.server(interceptors=[self._boundary], options=server_options(max_message_bytes))
+        self._server = unknown_methods.server([self._boundary], server_options(max_message_bytes))
         self._health = health.aio.HealthServicer()
         self._names = ["", *(service.full_name for service in services)]
         self._serving: bool | None = None

@@ -12,7 +12,8 @@ from google.protobuf.message import Message
 
 _MOST_REPEATED = 5
 _TEXTS = ["", "a", "e", "The", "user", "fake", "quick brown"]
-_HUGE = 1 << 15
+# As many as one message of a few long lists of these may hold without being over 16 MiB.
+_HUGE = 1 << 12
 _INTEGER_BITS = {
     FieldDescriptor.CPPTYPE_INT32: (-31, 31),
     FieldDescriptor.CPPTYPE_UINT32: (None, 32),
@@ -72,7 +73,7 @@ def _one(field: FieldDescriptor, wild: bool) -> st.SearchStrategy[object]:
             return st.binary() if wild else st.binary(max_size=8)
         case FieldDescriptor.CPPTYPE_STRING:
             tame = st.sampled_from(_TEXTS)
-            return tame | st.text() | st.text(min_size=1, max_size=4).map(lambda text: text * _HUGE) if wild else tame
+            return tame | st.text() | st.characters().map(lambda one: one * _HUGE) if wild else tame
         case number:
             return _integers(*_INTEGER_BITS[number]) if wild else st.integers(0, 8)
 

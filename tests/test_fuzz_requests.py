@@ -220,7 +220,6 @@ def requests_of_all_methods() -> st.SearchStrategy[tuple[str, Message]]:
 
 async def test_every_generate_request_is_answered_once_what_its_refusals_name_is_left_out():
     async with target() as reached:
-
         await reached.hold(tame_and_wild(pb.GenerateRequest), reached.generate)
         assert {"INVALID_REQUEST", "FIELD_NOT_SUPPORTED", "MODEL_NOT_FOUND"} < set(reached.outcomes)
 
