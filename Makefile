@@ -6,7 +6,7 @@ GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 PROTOS := $(shell find protos -name '*.proto')
 KERNELS := $(wildcard kernels/csrc/*) kernels/build.py
 
-.PHONY: demo test up protos docs lint format compose-test soak test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
+.PHONY: demo test up protos docs lint format compose-test soak fuzz test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
 
 # The main job on a bare machine: the real model through the real three processes, once.
 demo: .venv/installed
@@ -24,6 +24,10 @@ lint: .venv/installed
 # Millions of random moves of the scheduler core, checked one by one; for a night.
 soak: .venv/installed
 	PAGEWIRE_SOAK_WALKS=$${PAGEWIRE_SOAK_WALKS:-100000} $(BIN)/pytest --timeout=0 tests/test_scheduler_properties.py
+
+# Any message and any bytes at the public API, hundred times as many as in the tests.
+fuzz: .venv/installed
+	PAGEWIRE_FUZZ_EXAMPLES=$${PAGEWIRE_FUZZ_EXAMPLES:-30000} $(BIN)/pytest --timeout=0 tests/test_fuzz_requests.py tests/test_fuzz_wire.py
 
 # Time of the scheduler core and tokens/s of the whole control plane, with a worker that answers at once.
 bench-scheduler: .venv/installed

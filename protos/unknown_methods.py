@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 log = logging.getLogger(__name__)
 

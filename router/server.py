@@ -10,6 +10,7 @@ import grpc
 from protos import session_pb2
 from protos.errors import Refusal, Violation, invalid_argument, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
+from protos.rpc import PUBLIC_MESSAGE_BYTES
 from router.check import ServedModel, check_before_tokenizing, check_length, check_model, check_token_ids, resolve
 from router.client_stream import writing_to
 from router.config import RouterSettings
@@ -55,13 +56,17 @@ class GenerationService:
                     text = outputs[delta.index].text + delta.text
                     outputs[delta.index].MergeFrom(delta)  # appends ids, but replaces text
                     outputs[delta.index].text = text
-            return pb.CompleteResponse(
+            answer = pb.CompleteResponse(
                 request_id=response.request_id,
                 outputs=outputs,
                 usage=response.usage,
                 timings=response.timings,
                 prompt_logprobs=prompt_logprobs,
             )
+            if answer.ByteSize() > PUBLIC_MESSAGE_BYTES:
+                too_long = f"the answer has {answer.ByteSize()} bytes, a message at most {PUBLIC_MESSAGE_BYTES}"
+                raise invalid_argument([Violation("stop.max_tokens", f"{too_long}: use Generate, or ask for less")])
+            return answer
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         """Token ids as Generate would see them."""

@@ -37,6 +37,7 @@ class Cluster:
     directory: str
     step_ms: float = 0
     worker: Service = field(init=False)
+    scheduler: Service = field(init=False)
     routers: dict[int, Service] = field(default_factory=dict)
 
     @property
@@ -82,7 +83,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(*router_options: str, num_routers: int = 1, step_ms: float = 0) -> Iterator[Cluster]:
+def cluster(
+    *router_options: str, num_routers: int = 1, step_ms: float = 0, scheduler_options: tuple[str, ...] = ()
+) -> Iterator[Cluster]:
     """Everything started, and SERVING."""
     with tempfile.TemporaryDirectory(prefix="pw") as directory, contextlib.ExitStack() as ends:
         write_tokenizer(Path(directory, "model"))
@@ -90,7 +93,8 @@ def cluster(*router_options: str, num_routers: int = 1, step_ms: float = 0) -> I
         running.start_worker()
         ends.callback(lambda: running.worker.stop())
         addresses = ("--listen", f"unix:{directory}/scheduler", "--worker", f"unix:{directory}/worker")
-        ends.callback(Service("scheduler", *addresses, directory=directory).stop)
+        running.scheduler = Service("scheduler", *addresses, *scheduler_options, directory=directory)
+        ends.callback(running.scheduler.stop)
         ends.callback(running.stop_routers)
         for port in [free_port() for _ in range(num_routers)]:
             running.start_router(port, *router_options)

@@ -32,9 +32,9 @@ def _fields(descriptor: Descriptor, wild: bool) -> st.SearchStrategy[dict[str, o
     def draw_fields(draw: st.DrawFn) -> dict[str, object]:
         values: dict[str, object] = {}
         for field in descriptor.fields:
-            if field.containing_oneof is None or len(field.containing_oneof.fields) == 1:
-                if draw(st.integers(0, 3)) == 3:
-                    values[field.name] = draw(_field(field, wild))
+            alone = field.containing_oneof is None or len(field.containing_oneof.fields) == 1
+            if alone and draw(st.integers(0, 3)) == 3:
+                values[field.name] = draw(_field(field, wild))
         for oneof in descriptor.oneofs:
             # Mostly set: without its prompt a request does not come far.
             if len(oneof.fields) > 1 and draw(st.integers(0, 7)):

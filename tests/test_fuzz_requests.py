@@ -1,8 +1,8 @@
 """Any message to any method is answered or refused as docs/errors.md says, and leaves nothing behind.
 
-Hypothesis makes them of the descriptors (`message_strategies`): every field of every request, good and wild values, and
-bytes that are no message. They go through a real router and scheduler; blocks are so few that requests preempt one another.
-`make fuzz` makes many more.
+Hypothesis makes them of the descriptors (`message_strategies`): every field of every request, good and wild values,
+and bytes that are no message. They go through a real router and scheduler; blocks are so few that requests preempt one
+another. `make fuzz` makes many more.
 """
 
 import asyncio
