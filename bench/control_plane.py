@@ -195,8 +195,9 @@ async def measure(setting: Setting, on_rate: Callable[[float, float], None] | No
             state = await stub.GetState(session_pb2.GetStateRequest(), timeout=5)
             tokens = plane.total("tokens") + plane.total("characters") / characters_per_token
             counts = int(plane.total("messages")), int(plane.total("requests"))
-            used = (plane.cpu_s(), *machine.busy_and_idle_s())
-            return _Look(time.monotonic(), tokens, *counts, state.num_steps, plane.gaps(), *used)
+            busy_s, idle_s = machine.busy_and_idle_s()
+            now, gaps, cpu_s = time.monotonic(), plane.gaps(), plane.cpu_s()
+            return _Look(now, tokens, *counts, state.num_steps, gaps, cpu_s, busy_s, idle_s)
 
         while (first := await look()).tokens == 0:
             pass
