@@ -6,7 +6,7 @@ GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 PROTOS := $(shell find protos -name '*.proto')
 KERNELS := $(wildcard kernels/csrc/*) kernels/build.py
 
-.PHONY: demo test up protos docs lint format compose-test soak soak-cancel test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
+.PHONY: demo test up protos docs lint format compose-test soak soak-cancel fuzz test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
 
 # The main job on a bare machine: the real model through the real three processes, once.
 demo: .venv/installed
@@ -28,6 +28,10 @@ soak: .venv/installed
 # 100,000 cancels at every stage, through real processes: memory stays flat. Ten minutes.
 soak-cancel: .venv/installed
 	SOAK_CANCELS=$${SOAK_CANCELS:-100000} $(BIN)/pytest -s tests/test_soak_cancel.py
+
+# Any message and any bytes at the public API, hundred times as many as in the tests.
+fuzz: .venv/installed
+	PAGEWIRE_FUZZ_EXAMPLES=$${PAGEWIRE_FUZZ_EXAMPLES:-30000} $(BIN)/pytest --timeout=0 tests/test_fuzz_requests.py tests/test_fuzz_wire.py
 
 # Time of the scheduler core and tokens/s of the whole control plane, with a worker that answers at once.
 bench-scheduler: .venv/installed

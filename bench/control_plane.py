@@ -7,7 +7,9 @@ own.
 """
 
 import asyncio
+import bisect
 import contextlib
+import itertools
 import json
 import subprocess
 import tempfile
@@ -15,12 +17,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from bench import machine
+from bench.load import gap_s
 from pagewire.processes import environment, module_command, tied
 from protos import session_pb2
 from protos.rpc import dial, wait_for_serving
@@ -74,6 +78,7 @@ class Measured:
         others_cpu: cores that everything else on this machine used.
         idle_cpu: cores that nobody used.
         tokens_per_cpu_s: what each process did in a second of CPU time; of the clients all together.
+        gap_ms: between two deltas of a stream of Generate, p50 and p99; empty at the other door.
     """
 
     tokens_s: float
@@ -85,6 +90,7 @@ class Measured:
     others_cpu: float
     idle_cpu: float
     tokens_per_cpu_s: dict[str, float]
+    gap_ms: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,7 @@ class _Look:
     messages: int
     requests: int
     num_steps: int
+    gaps: list[int]
     cpu_s: dict[str, float]
     # Of the whole machine.
     busy_s: float
@@ -107,7 +114,7 @@ class _Plane:
     directory: str
     children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     clients: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
-    lines: dict[str, dict[str, float]] = field(default_factory=dict)
+    lines: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def address(self, name: str) -> str:
         """Where a server listens."""
@@ -143,6 +150,10 @@ class _Plane:
 
     def total(self, count: str) -> float:
         return sum(line[count] for line in self.lines.values())
+
+    def gaps(self) -> list[int]:
+        """Of all clients, by bucket."""
+        return [sum(counts) for counts in zip(*(line["gaps"] for line in self.lines.values()), strict=True)]
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds of each process so far, user and system; of the clients together."""
@@ -184,7 +195,9 @@ async def measure(setting: Setting, on_rate: Callable[[float, float], None] | No
             state = await stub.GetState(session_pb2.GetStateRequest(), timeout=5)
             tokens = plane.total("tokens") + plane.total("characters") / characters_per_token
             counts = int(plane.total("messages")), int(plane.total("requests"))
-            return _Look(time.monotonic(), tokens, *counts, state.num_steps, plane.cpu_s(), *machine.busy_and_idle_s())
+            busy_s, idle_s = machine.busy_and_idle_s()
+            now, gaps, cpu_s = time.monotonic(), plane.gaps(), plane.cpu_s()
+            return _Look(now, tokens, *counts, state.num_steps, gaps, cpu_s, busy_s, idle_s)
 
         while (first := await look()).tokens == 0:
             pass
@@ -212,7 +225,15 @@ def _compare(first: _Look, last: _Look) -> Measured:
         others_cpu=max(0.0, last.busy_s - first.busy_s - sum(used.values())) / seconds,
         idle_cpu=(last.idle_s - first.idle_s) / seconds,
         tokens_per_cpu_s={name: tokens / cpu_s for name, cpu_s in used.items() if cpu_s},
+        gap_ms=_percentiles([late - early for early, late in zip(first.gaps, last.gaps, strict=True)]),
     )
+
+
+def _percentiles(gaps: list[int]) -> dict[str, float]:
+    total, upto = sum(gaps), list(itertools.accumulate(gaps))
+    if not total:
+        return {}
+    return {name: 1e3 * gap_s(bisect.bisect_left(upto, share * total)) for name, share in (("p50", 0.5), ("p99", 0.99))}
 
 
 @contextlib.asynccontextmanager

@@ -9,10 +9,11 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import random
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import uvloop
@@ -26,22 +27,41 @@ from protos.sampling_pb2 import Sampling
 from protos.session_pb2_grpc import SessionServiceStub
 
 _REPORT_INTERVAL_S = 0.25
+# Gaps are counted by their size: each bucket's are a tenth longer than the one's before, from 10 µs to 40 s.
+_SHORTEST_GAP_S, _GAP_RATIO, _NUM_GAP_BUCKETS = 1e-5, 1.1, 160
+
+
+def gap_s(bucket: int) -> float:
+    """The middle of a bucket of gaps."""
+    return _SHORTEST_GAP_S * _GAP_RATIO ** (bucket + 0.5)
 
 
 @dataclass(slots=True)
 class Counts:
-    """What has come in: over the Session stream tokens are counted, from Generate characters."""
+    """What has come in: over the Session stream tokens are counted, from Generate characters.
+
+    Attributes:
+        gaps: times between two deltas of a stream of Generate, by bucket.
+    """
 
     messages: int = 0
     tokens: int = 0
     characters: int = 0
     requests: int = 0
+    gaps: list[int] = field(default_factory=lambda: [0] * _NUM_GAP_BUCKETS)
+
+    def add_gap(self, seconds: float) -> None:
+        """Counts a gap."""
+        bucket = int(math.log(max(seconds, _SHORTEST_GAP_S) / _SHORTEST_GAP_S, _GAP_RATIO))
+        self.gaps[min(bucket, _NUM_GAP_BUCKETS - 1)] += 1
 
     async def report(self) -> None:
         """Prints the counts again and again."""
         while True:
             line = {"time": time.monotonic(), "messages": self.messages, "requests": self.requests}
-            print(json.dumps(line | {"tokens": self.tokens, "characters": self.characters}), flush=True)
+            print(
+                json.dumps(line | {"tokens": self.tokens, "characters": self.characters, "gaps": self.gaps}), flush=True
+            )
             await asyncio.sleep(_REPORT_INTERVAL_S)
 
 
@@ -102,7 +122,12 @@ async def _generate(stub: GenerationServiceStub, streams: Streams, place: int, c
             sampling=pb.SamplingParams(temperature=0),
             stop=pb.StopConditions(max_tokens=length, ignore_eos=True),
         )
+        last = None
         async for response in stub.Generate(request):
+            now = time.monotonic()
+            if last is not None:
+                counts.add_gap(now - last)
+            last = now
             counts.messages += 1
             for output in response.outputs:
                 counts.characters += len(output.text)

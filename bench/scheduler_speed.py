@@ -4,6 +4,7 @@ Two parts. **core**: time of schedule + update for a step, at 16 to 1,024 runnin
 in it may grow with the length of sequences or of the waiting queue. **plane**: tokens a second through real processes
 over real gRPC (`control_plane.py`), at the scheduler's Session stream, and at the router's Generate with one client
 process and two; "paced" gives the worker a step time, so that all streams run together as behind a real model.
+**streams** is the last of these alone: 1,000 at once, and how long their deltas take.
 """
 
 import argparse
@@ -30,6 +31,7 @@ PLANE_TARGETS = {"session": 60_000.0, "generate": 15_000.0}
 _LONG, _MANY = 4000, 4000
 _NUM_STEPS = 400
 _PACE_MS = 10.0
+_STREAMS = "generate, 1,000 streams"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ def run_plane(settings: dict[str, Setting], console: Console) -> list[PlaneRow]:
 
 
 def plane_settings(model: Path, seconds: float) -> dict[str, Setting]:
-    """The four ways through, by name."""
+    """The ways through, by name."""
     session = Setting("session", model, window_s=seconds)
     generate = Setting("generate", model, window_s=seconds)
     return {
@@ -132,6 +134,7 @@ def plane_settings(model: Path, seconds: float) -> dict[str, Setting]:
         "generate, 2 clients": dataclasses.replace(generate, num_clients=2),
         "session, paced": dataclasses.replace(session, step_ms=_PACE_MS),
         "generate, paced": dataclasses.replace(generate, step_ms=_PACE_MS),
+        _STREAMS: dataclasses.replace(generate, num_streams=1000),
     }
 
 
@@ -171,7 +174,7 @@ def plane_table(rows: list[PlaneRow]) -> Table:
     title = f"Control plane, {rows[0].setting.num_streams} streams"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("door")
-    headings = ("tokens/s", "target", "messages/s", "steps/s", "tokens/step")
+    headings = ("tokens/s", "target", "messages/s", "steps/s", "tokens/step", "delta p50, p99 ms")
     for heading in headings:
         table.add_column(heading, justify="right")
     names = ("scheduler", "router", "worker", "clients")
@@ -180,10 +183,11 @@ def plane_table(rows: list[PlaneRow]) -> Table:
     table.add_column("idle, others", justify="right")
     for row in rows:
         measured = row.measured
-        target = PLANE_TARGETS[row.setting.door] if row.name != "session, paced" else None
+        target = PLANE_TARGETS[row.setting.door] if row.name not in ("session, paced", _STREAMS) else None
         mark = "" if target is None else f"{target:,.0f} {'✓' if measured.tokens_s >= target else '✗'}"
         cells = [f"{measured.tokens_s:,.0f}", mark, f"{measured.messages_s:,.0f}"]
         cells += [f"{measured.steps_s:,.0f}", f"{measured.tokens_per_step:.1f}"]
+        cells.append(", ".join(f"{gap:.1f}" for gap in measured.gap_ms.values()))
         for name in names:
             used = measured.cpu.get(name)
             cells.append("" if used is None else f"{used:.2f}, {measured.tokens_per_cpu_s.get(name, 0):,.0f}")
@@ -218,7 +222,7 @@ def _core_row(case: Case, timings: Timings, ratio: float | None) -> CoreRow:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["core", "plane"], help="one of the two parts")
+    parser.add_argument("--only", choices=["core", "plane", "streams"], help="one part")
     parser.add_argument(
         "--model", type=Path, help="folder of a tokenizer; default the built-in model's, if it is there"
     )
@@ -233,7 +237,7 @@ def main() -> None:
     console = Console()
     calm_collector()  # as the scheduler's process has it
     report: dict[str, object] = machine.facts(["pagewire", "grpcio", "protobuf", "uvloop", "tokenizers"])
-    if arguments.only != "plane":
+    if arguments.only in (None, "core"):
         core = run_core(core_cases(), 2.0, console)
         console.print(core_table(core))
         console.print(
@@ -244,7 +248,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             model = arguments.model or control_plane.cached_model()
             model = model or control_plane.write_byte_tokenizer(Path(directory))
-            plane = run_plane(plane_settings(model, arguments.seconds), console)
+            chosen = plane_settings(model, arguments.seconds)
+            if arguments.only == "streams":
+                chosen = {_STREAMS: chosen[_STREAMS]}
+            plane = run_plane(chosen, console)
         console.print(plane_table(plane))
         report["plane"] = [
             {"name": row.name, "setting": dataclasses.asdict(row.setting) | {"model": row.setting.model.name}}

@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from protos import unknown_methods
 from protos.calls import Calls
 from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to_status
 from protos.tls import ClientTls, ServerTls, TlsError
@@ -170,9 +171,8 @@ class Server:
     ) -> None:
         self.calls: Calls[Any] = calls or Calls()
         self._boundary = _Boundary()
-        self._server = grpc.aio.server(
-            interceptors=[self.calls, *interceptors, self._boundary],
-            options=[*server_options(max_message_bytes), *options],
+        self._server = unknown_methods.server(
+            [self.calls, *interceptors, self._boundary], [*server_options(max_message_bytes), *options]
         )
         self._health = health.aio.HealthServicer()
         self._names = ["", *(service.full_name for service in services)]

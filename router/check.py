@@ -22,8 +22,8 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
-# Of a prompt's tokens and those beside them: 12 MB of the one message that they come in.
-MAX_PROMPT_LOGPROBS = 1_000_000
+# Of a prompt's tokens and those beside them, and again of all sequences: 12 MB of the one message they may come in.
+MAX_LOGPROBS_TOLD = 1_000_000
 
 _EARLY_STOPPING = {
     pb.EARLY_STOPPING_UNSPECIFIED: session_pb2.EARLY_STOPPING_FALSE,
@@ -179,20 +179,26 @@ def resolve(
         found.require("stop.max_tokens", max_tokens <= room, f"is {max_tokens}; must be at most {room}: {why}")
     output = request.output
     num_logprobs = num_prompt_tokens * (1 + output.prompt_logprobs) if output.HasField("prompt_logprobs") else 0
-    too_many = f"asks for {num_logprobs} with {num_prompt_tokens} tokens; at most {MAX_PROMPT_LOGPROBS} are told"
-    found.require("output.prompt_logprobs", num_logprobs <= MAX_PROMPT_LOGPROBS, too_many)
+    too_many = f"asks for {num_logprobs} with {num_prompt_tokens} tokens; at most {MAX_LOGPROBS_TOLD} are told"
+    found.require("output.prompt_logprobs", num_logprobs <= MAX_LOGPROBS_TOLD, too_many)
+    params = request.sampling
+    n = params.n if params.HasField("n") else 1
+    num_sequences = params.best_of if params.HasField("best_of") else n
+    num_logprobs = num_sequences * max_tokens * (1 + output.logprobs) if output.HasField("logprobs") else 0
+    too_many = (
+        f"asks for {num_logprobs} with {num_sequences} x {max_tokens} tokens; at most {MAX_LOGPROBS_TOLD} are told"
+    )
+    found.require("output.logprobs", num_logprobs <= MAX_LOGPROBS_TOLD, f"{too_many}: set stop.max_tokens")
     if found.violations:
         raise invalid_argument(found.violations)
     eos = () if stop.ignore_eos else model.defaults.eos_token_ids
     stop_token_ids = tuple(dict.fromkeys((*stop.token_ids, *eos)))
-    params = request.sampling
-    n = params.n if params.HasField("n") else 1
     return CheckedRequest(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
         sampling=_sampling(request, model, num_prompt_tokens, stop_token_ids),
         n=n,
-        num_sequences=params.best_of if params.HasField("best_of") else n,
+        num_sequences=num_sequences,
         beam_search=_beam_search(params) if params.beam_width else None,
         priority=request.priority,
         cache_salt=request.cache_salt,

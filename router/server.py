@@ -10,6 +10,7 @@ import grpc
 from protos import session_pb2
 from protos.errors import Refusal, Violation, invalid_argument, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
+from protos.rpc import PUBLIC_MESSAGE_BYTES
 from router.calls import ClientCalls
 from router.check import (
     MAX_REQUEST_ID_BYTES,
@@ -88,14 +89,18 @@ class GenerationService:
                     text = outputs[delta.index].text + delta.text
                     outputs[delta.index].MergeFrom(delta)  # appends ids, but replaces text
                     outputs[delta.index].text = text
-            await _tell_id(live, context)
-            return pb.CompleteResponse(
+            answer = pb.CompleteResponse(
                 request_id=response.request_id,
                 outputs=outputs,
                 usage=response.usage,
                 timings=response.timings,
                 prompt_logprobs=prompt_logprobs,
             )
+            if answer.ByteSize() > PUBLIC_MESSAGE_BYTES:
+                too_long = f"the answer has {answer.ByteSize()} bytes, a message at most {PUBLIC_MESSAGE_BYTES}"
+                raise invalid_argument([Violation("stop.max_tokens", f"{too_long}: use Generate, or ask for less")])
+            await _tell_id(live, context)
+            return answer
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         """Token ids as Generate would see them."""

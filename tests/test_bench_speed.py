@@ -5,11 +5,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from bench.control_plane import TEXT, Setting, measure, write_byte_tokenizer
 from bench.core_speed import Case, Driver, Summary
 from bench.instant_worker import InstantWorker
+from bench.load import Counts, gap_s
 from bench.scheduler_speed import core_cases, core_table, run_core
 from protos.columns import pack, unpack
 from protos.worker_pb2 import ExecuteModelRequest, GetInfoResponse
@@ -69,6 +71,15 @@ def test_the_instant_worker_says_its_text_by_position():
     assert len(response.logprobs) == 8
 
 
+def test_gaps_are_counted_within_a_twentieth():
+    counts = Counts()
+    for seconds in (0.0, 1e-4, 0.0123, 1.5, 1e9):
+        counts.add_gap(seconds)
+    buckets = [bucket for bucket, count in enumerate(counts.gaps) if count]
+    assert sum(counts.gaps) == 5
+    assert [gap_s(bucket) for bucket in buckets[1:4]] == pytest.approx([1e-4, 0.0123, 1.5], rel=0.05)
+
+
 async def test_the_real_processes_are_measured_and_ended(tmp_path):
     assert len(TEXT.encode()) > len(TEXT)  # some character has several bytes
     setting = Setting(
@@ -79,6 +90,8 @@ async def test_the_real_processes_are_measured_and_ended(tmp_path):
     assert child_pids() <= before
     assert session.cpu.keys() == {"worker", "scheduler", "clients"}
     assert generate.cpu.keys() == {"worker", "scheduler", "clients", "router"}
+    assert session.gap_ms == {}
+    assert 0 < generate.gap_ms["p50"] <= generate.gap_ms["p99"]
     for measured in (session, generate):
         assert measured.tokens_s > 0
         assert measured.messages_s > 0

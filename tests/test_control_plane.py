@@ -70,6 +70,15 @@ async def test_complete_answers_the_same_request_whole():
         assert answer.usage.completion_tokens == 9
 
 
+async def test_an_answer_too_long_for_one_message_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr("router.server.PUBLIC_MESSAGE_BYTES", 100)
+    async with control_plane() as plane:
+        error = await refusal_of(plane.generation.Complete(request(max_tokens=60)))
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+        assert "at most 100: use Generate, or ask for less" in error.message
+        assert await plane.text(max_tokens=9) == TEXT[:9]
+
+
 async def test_n_sequences_come_by_index():
     async with control_plane() as plane:
         wanted = request(max_tokens=6)

@@ -222,3 +222,12 @@ def test_a_prompt_so_long_that_its_log_probabilities_fill_no_message_is_refused(
     assert resolve(request, "r", [1] * 50_000, "", long).sampling.num_prompt_logprobs == 19
     with pytest.raises(Refusal, match="asks for 1000020 with 50001 tokens; at most 1000000"):
         resolve(request, "r", [1] * 50_001, "", long)
+
+
+def test_log_probabilities_of_an_answer_are_bounded():
+    long = ServedModel("fake", context_length=100_000, vocabulary_size=260, max_n=8, defaults=DEFAULTS)
+    request = wanted(output=pb.OutputOptions(logprobs=20), n=8)
+    with pytest.raises(Refusal, match="asks for 16799832 with 8 x 99999 tokens; at most 1000000 are told: set stop"):
+        resolve(request, "r", [1], "", long)
+    request.stop.max_tokens = 5000
+    assert resolve(request, "r", [1], "", long).max_tokens == 5000
