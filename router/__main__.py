@@ -11,7 +11,7 @@ from protos.pagewire.v1.introspection_pb2_grpc import add_IntrospectionServiceSe
 from protos.rpc import PUBLIC_MESSAGE_BYTES, Server, Service
 from router.config import RouterSettings
 from router.introspection import IntrospectionService
-from router.scheduler_link import SchedulerLink
+from router.schedulers import Schedulers
 from router.server import GenerationService
 from router.tokenizer import Tokenizer, find_checkpoint
 
@@ -21,12 +21,12 @@ log = logging.getLogger("router")
 async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Event) -> None:
     """Serves clients until `stop` is set; health is SERVING while the chain behind is up."""
     changed = asyncio.Event()
-    link = SchedulerLink(settings.scheduler, on_change=changed.set)
+    schedulers = Schedulers(settings, on_change=changed.set)
     services = [
         Service(
             generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
             add_GenerationServiceServicer_to_server,
-            GenerationService(settings, tokenizer, link),
+            GenerationService(settings, tokenizer, schedulers),
         )
     ]
     if settings.introspection:
@@ -34,16 +34,16 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
             Service(
                 introspection_pb2.DESCRIPTOR.services_by_name["IntrospectionService"].full_name,
                 add_IntrospectionServiceServicer_to_server,
-                IntrospectionService(link, stop, settings.write_stall_s),
+                IntrospectionService(schedulers, stop, settings.write_stall_s),
             )
         )
     server = Server(services, max_message_bytes=PUBLIC_MESSAGE_BYTES, reflect=settings.reflection)
     await server.start(settings.listen)
     log.info("listening", extra={"address": settings.listen, "scheduler": settings.scheduler})
-    tasks = [asyncio.create_task(link.run()), asyncio.create_task(_mirror_health(link, server, changed))]
+    tasks = [asyncio.create_task(schedulers.run()), asyncio.create_task(_mirror_health(schedulers, server, changed))]
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
-    log.info("draining", extra={"live": link.num_live})
+    log.info("draining", extra={"live": schedulers.num_live})
     if stopped in done:
         await server.stop(settings.drain_grace_s, settings.drain_delay_s)
     else:
@@ -51,18 +51,18 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
     for task in tasks:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    await link.close()
+    await schedulers.close()
     log.info("stopped")
     for result in results:
         if isinstance(result, Exception):
             raise result
 
 
-async def _mirror_health(link: SchedulerLink, server: Server, changed: asyncio.Event) -> None:
+async def _mirror_health(schedulers: Schedulers, server: Server, changed: asyncio.Event) -> None:
     while True:
         await changed.wait()
         changed.clear()
-        await server.set_serving(link.serving)
+        await server.set_serving(schedulers.serving)
 
 
 def main() -> None:

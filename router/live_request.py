@@ -122,6 +122,9 @@ class LiveRequest:
 
     Where more sequences are sampled than answered (best_of), all are held back until the last has ended.
 
+    Attributes:
+        deadline: when its client stops waiting, by time.monotonic; None for never.
+
     Args:
         handle: its number on the session.
         on_stop: called with a sequence in whose text a stop string was found.
@@ -140,7 +143,9 @@ class LiveRequest:
         self.request = request
         self.streams = [OutputStream(index, request, tokenizer) for index in range(request.num_sequences)]
         self.finished = False
+        self.deadline: float | None = None
         self.ttft_ms = 0.0
+        self._tokenizer = tokenizer
         self._arrival = arrival
         self._on_stop = on_stop
         self._clock = clock
@@ -207,6 +212,12 @@ class LiveRequest:
         """Ends the request with an error, after what is already in the mailbox."""
         self._refusal = refusal
         self._filled.set()
+
+    def restart(self) -> None:
+        """Forgets what was computed, so that another scheduler can begin anew; only while nothing is told."""
+        assert not self.has_told
+        if self.num_tokens:  # else there is nothing to forget, and an echo may have been told
+            self.streams = [OutputStream(stream.index, self.request, self._tokenizer) for stream in self.streams]
 
     async def take(self) -> tuple[pb.GenerateResponse, bool]:
         """The next message to the client as soon as there is one, and whether it is the last.

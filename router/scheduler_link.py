@@ -1,7 +1,6 @@
 """The router's end of its one stream to a scheduler, through broken connections and restarts of the other side."""
 
 import asyncio
-import itertools
 import logging
 import secrets
 import time
@@ -28,23 +27,36 @@ log = logging.getLogger(__name__)
 class SchedulerLink:
     """All of this router's requests at one scheduler.
 
+    Args:
+        on_change: called when `serving` or `welcome` may have changed.
+        on_refused: called with a request that the scheduler does not take, and its refusal.
+
     Attributes:
+        address: where it is dialled.
+        name: the same, as the choice among schedulers takes it.
+        accepted: whether it serves the model that the others do, as `Schedulers` finds.
         welcome: what the scheduler said of itself and its model; None before the first connection.
+        draining: it has said that it goes away.
     """
 
-    def __init__(self, address: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, address: str, on_change: Callable[[], None], on_refused: Callable[[LiveRequest, Refusal], None]
+    ) -> None:
+        self.address = address
+        self.name = address.encode()
+        self.accepted = True
         self.welcome: pb.Welcome | None = None
         self.load = pb.Load()
         self._channel = rpc.dial(address)
         self._stub = SessionServiceStub(self._channel)
         self._router_id = secrets.token_hex(8)
+        self.draining = False
         self._on_change = on_change
-        self._handles = itertools.count(1)
+        self._on_refused = on_refused
         self._live: dict[int, LiveRequest] = {}
-        # When each request's client stops waiting, by our clock; None for never.
-        self._deadlines: dict[int, float | None] = {}
+        # How many of them the scheduler's last Load counts.
+        self._num_counted = 0
         self._connected = False
-        self._draining = False
         self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self._lease: asyncio.TimerHandle | None = None
         # What the last Hello told the scheduler to go on with.
@@ -53,37 +65,40 @@ class SchedulerLink:
     @property
     def serving(self) -> bool:
         """Whether a request submitted now would run at once."""
-        return self._connected and self.load.serving and not self._draining
+        return self._connected and self.load.serving and not self.draining
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a session."""
+        return self._connected
 
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
 
-    def new_handle(self) -> int:
-        """A number that no other request of this router has."""
-        return next(self._handles)
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait or run at the scheduler: what it said last, and what this router did since."""
+        return max(0, self.load.num_waiting + self.load.num_running + len(self._live) - self._num_counted)
 
-    def submit(self, live: LiveRequest, timeout_s: float | None) -> None:
-        """Sends a request to the scheduler; `timeout_s` is how long its client still waits, None for ever.
+    @property
+    def untold(self) -> list[LiveRequest]:
+        """Live requests whose clients have got nothing yet, so that another scheduler can begin anew with them."""
+        return [live for live in self._live.values() if not live.finished and not live.has_told]
+
+    def submit(self, live: LiveRequest) -> None:
+        """Sends a request to the scheduler.
 
         A scheduler that has lost its worker takes it all the same: it waits there for the next one.
-
-        Raises:
-            Refusal: UNAVAILABLE, there is no scheduler that takes it.
         """
-        if not self._connected or self._draining:
-            raise unavailable("NO_SCHEDULER", "no scheduler is ready; retry")
         self._live[live.handle] = live
-        self._deadlines[live.handle] = None if timeout_s is None else time.monotonic() + timeout_s
         self._send_submit(live)
 
     def release(self, live: LiveRequest) -> None:
         """The request is answered, or its client is gone; in that case its blocks are free within a step."""
-        if self._live.pop(live.handle, None) is not None:
-            del self._deadlines[live.handle]
-            if not live.finished:
-                self._send(pb.SessionRequest(cancel=pb.Cancel(handle=live.handle)))
+        if self._live.pop(live.handle, None) is not None and not live.finished:
+            self._send(pb.SessionRequest(cancel=pb.Cancel(handle=live.handle)))
 
     def stop_sequence(self, handle: int, stream: OutputStream) -> None:
         """A stop string was found in this sequence, and ends with the last of its tokens that count."""
@@ -164,7 +179,7 @@ class SchedulerLink:
             self._outbox.put_nowait(message)
 
     def _send_submit(self, live: LiveRequest) -> None:
-        request, deadline = live.request, self._deadlines[live.handle]
+        request, deadline = live.request, live.deadline
         submit = pb.Submit(
             handle=live.handle,
             request_id=request.request_id,
@@ -187,13 +202,13 @@ class SchedulerLink:
             case "rejected":
                 self._on_rejected(message.rejected)
             case "load":
-                was_serving, self.load = self.serving, message.load
+                was_serving, self.load, self._num_counted = self.serving, message.load, len(self._live)
                 if was_serving != self.serving:
                     self._on_change()
             case "welcome":
                 self._on_welcome(message.welcome)
             case "drain":
-                self._draining = True
+                self.draining = True
                 self._on_change()
 
     def _on_step_outputs(self, outputs: pb.StepOutputs) -> None:
@@ -228,39 +243,42 @@ class SchedulerLink:
         if live is not None:
             delay_ms = rejected.retry_delay_ms or None
             code = code_from_number(rejected.code)
-            live.fail(Refusal(code, code.name, rejected.message, retry_delay_ms=delay_ms))
+            self._on_refused(live, Refusal(code, code.name, rejected.message, retry_delay_ms=delay_ms))
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:
         log.info("scheduler connected", extra={"model": welcome.model.model, "epoch": welcome.scheduler_epoch})
         self.welcome = welcome
         self._connected = True
-        self._draining = False
+        self.draining = False
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
+        self._on_change()  # which says whether this scheduler is accepted
         for handle in self._resumed - self._live.keys():  # their clients left between Hello and Welcome
             self._send(pb.SessionRequest(cancel=pb.Cancel(handle=handle)))
         unknown = set(unpack(welcome.unknown_handles))
         for handle, live in list(self._live.items()):
             if live.finished:  # its last message is on its way to the client
                 continue
-            if handle in unknown and live.num_tokens == 0:
+            if not self.accepted:
+                live.fail(_lost(live, "its scheduler came back with another model"))
+            elif handle in unknown and not live.has_told:
+                live.restart()
                 self._send_submit(live)
             elif handle in unknown:
                 live.fail(_lost(live, "the scheduler does not know of it any more"))
             for stream in live.streams:
                 if stream.stopped and not stream.ended:
                     self.stop_sequence(handle, stream)
-        self._on_change()
 
     def _disconnected(self) -> None:
         if not self._connected:
             return
         self._connected = False
         self.load = pb.Load()
-        self._on_change()
         assert self.welcome is not None
         self._lease = asyncio.get_running_loop().call_later(self.welcome.lease_ms / 1e3, self._end_lease)
+        self._on_change()
 
     def _end_lease(self) -> None:
         for live in self._live.values():

@@ -14,7 +14,7 @@ from router.check import ServedModel, check_before_tokenizing, check_length, che
 from router.client_stream import writing_to
 from router.config import RouterSettings
 from router.live_request import LiveRequest
-from router.scheduler_link import SchedulerLink
+from router.schedulers import Schedulers
 from router.tokenizer import ChatTemplateError, Tokenizer
 
 # Longer texts are tokenized and decoded beside the event loop, which all streams share: this takes about 1 ms.
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 
 class GenerationService:
-    """Serves one model through one scheduler."""
+    """Serves one model."""
 
-    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer, link: SchedulerLink) -> None:
+    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer, schedulers: Schedulers) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
-        self._link = link
+        self._schedulers = schedulers
         self._live_ids: set[str] = set()
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -130,15 +130,15 @@ class GenerationService:
         try:
             prompt_token_ids, text = await self._prompt(request)
             checked = resolve(request, request_id, prompt_token_ids, text if request.output.echo else "", model)
-            handle = self._link.new_handle()
+            handle = self._schedulers.new_handle()
             live = LiveRequest(
                 handle,
                 checked,
                 self._tokenizer,
                 arrival,
-                on_stop=lambda stream: self._link.stop_sequence(handle, stream),
+                on_stop=lambda stream: self._schedulers.stop_sequence(handle, stream),
             )
-            self._link.submit(live, context.time_remaining())
+            self._schedulers.submit(live, context.time_remaining())
         except BaseException:
             self._live_ids.discard(request_id)
             raise
@@ -147,7 +147,7 @@ class GenerationService:
     def release(self, live: LiveRequest, outcome: str) -> None:
         """Forgets a request that has ended, one way or another."""
         self._live_ids.discard(live.request.request_id)
-        self._link.release(live)
+        self._schedulers.release(live)
         facts = {
             "request_id": live.request.request_id,
             "outcome": outcome,
@@ -183,9 +183,9 @@ class GenerationService:
             raise invalid_argument([Violation("chat", str(error))]) from error
 
     def _welcome(self) -> session_pb2.Welcome:
-        if self._link.welcome is None:
+        if self._schedulers.welcome is None:
             raise unavailable("NO_SCHEDULER", "the model is still loading; retry")
-        return self._link.welcome
+        return self._schedulers.welcome
 
     def _model(self) -> ServedModel:
         welcome = self._welcome()
