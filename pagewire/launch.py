@@ -68,6 +68,7 @@ class LaunchOptions:
         model: a checkpoint's folder or a hub name, as services take it.
         settings: what the services are told beside what connects them; the last one counts.
         log_file: where the launcher's output goes, for `status` to tell; None for a terminal.
+        routers: router processes, which share the port.
     """
 
     model: str
@@ -75,6 +76,7 @@ class LaunchOptions:
     port: int = 50051
     settings: tuple[Setting, ...] = ()
     log_file: Path | None = None
+    routers: int = 1
 
     @property
     def address(self) -> str:
@@ -95,7 +97,8 @@ class LaunchOptions:
         """The same as arguments of `pagewire up`."""
         log_file = ["--log-file", str(self.log_file)] if self.log_file else []
         settings = [argument for setting in self.settings for argument in ("--set", str(setting))]
-        return ["--model", self.model, "--host", self.host, "--port", str(self.port), *log_file, *settings]
+        routers = ["--routers", str(self.routers)]
+        return ["--model", self.model, "--host", self.host, "--port", str(self.port), *routers, *log_file, *settings]
 
 
 def shared_settings(**values: str | int | None) -> tuple[Setting, ...]:
@@ -109,24 +112,33 @@ def shared_settings(**values: str | int | None) -> tuple[Setting, ...]:
 
 
 def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
-    """The three services in the order of their start, with their sockets in `directory`."""
+    """All services in the order of their start, with their sockets in `directory`."""
     worker, scheduler = f"unix:{directory}/worker.sock", f"unix:{directory}/scheduler.sock"
-    wiring = {
-        "worker": (worker, ["--listen", worker, "--model", options.model]),
-        "scheduler": (scheduler, ["--listen", scheduler, "--worker", worker]),
-        "router": (
-            options.target,
-            ["--listen", options.address, "--scheduler", scheduler, "--model", options.model],
-        ),
-    }
-    return [
-        ServiceProcess(
-            name,
-            module_command(name, [*arguments, *(s.argument for s in options.settings if s.service == name)]),
+
+    def process(name: str, address: str, *arguments: str, number: int | None = None) -> ServiceProcess:
+        told = [*arguments, *(setting.argument for setting in options.settings if setting.service == name)]
+        return ServiceProcess(
+            name if number is None else f"{name}-{number}",
+            module_command(name, told),
             address,
             stop_within_s=_grace_s(options, name) + _STOP_MARGIN_S,
+            peers=name,
         )
-        for name, (address, arguments) in wiring.items()
+
+    behind = ("--scheduler", scheduler, "--model", options.model)
+    if options.routers == 1:
+        routers = [process("router", options.target, "--listen", options.address, *behind)]
+    else:
+        # On the shared port any of them answers; on a socket of its own each one for itself.
+        own = {number: f"unix:{directory}/router-{number}.sock" for number in range(1, options.routers + 1)}
+        routers = [
+            process("router", socket, "--listen", f"{options.address},{socket}", "--share-port", *behind, number=number)
+            for number, socket in own.items()
+        ]
+    return [
+        process("worker", worker, "--listen", worker, "--model", options.model),
+        process("scheduler", scheduler, "--listen", scheduler, "--worker", worker),
+        *routers,
     ]
 
 

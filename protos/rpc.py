@@ -37,7 +37,7 @@ _KEEPALIVE = [
 log = logging.getLogger(__name__)
 
 
-def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+def server_options(max_message_bytes: int, share_port: bool = False) -> list[tuple[str, int]]:
     """Options of every server, public or internal."""
     return [
         *_KEEPALIVE,
@@ -48,8 +48,8 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         # The defaults reset streams at random when thousands open at once.
         ("grpc.server.max_pending_requests", 30_000),
         ("grpc.server.max_pending_requests_hard_limit", 30_000),
-        # Two processes on one port would share it without a word.
-        ("grpc.so_reuseport", 0),
+        # By default two processes on one port would share it without a word.
+        ("grpc.so_reuseport", int(share_port)),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
     ]
@@ -96,13 +96,22 @@ class Server:
 
     Its health names are "", every service's full name, and `LIVENESS`; all but the last are NOT_SERVING until
     `set_serving(True)`.
+
+    Args:
+        share_port: whether other servers that say so too may listen on the same port.
     """
 
     def __init__(
-        self, services: Sequence[Service], *, max_message_bytes: int = INTERNAL_MESSAGE_BYTES, reflect: bool = True
+        self,
+        services: Sequence[Service],
+        *,
+        max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
+        reflect: bool = True,
+        share_port: bool = False,
     ) -> None:
         self._boundary = _Boundary()
-        self._server = grpc.aio.server(interceptors=[self._boundary], options=server_options(max_message_bytes))
+        options = server_options(max_message_bytes, share_port)
+        self._server = grpc.aio.server(interceptors=[self._boundary], options=options)
         self._health = health.aio.HealthServicer()
         self._names = ["", *(service.full_name for service in services)]
         self._serving: bool | None = None
@@ -116,22 +125,25 @@ class Server:
             channelz_name = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
             reflection.enable_server_reflection([*self._names[1:], *well_known, channelz_name], self._server)
 
-    async def start(self, address: str) -> int:
-        """Binds `address` ("host:port", port 0 for any, or "unix:/path") and serves; gives the port.
+    async def start(self, *addresses: str) -> int:
+        """Binds addresses ("host:port", port 0 for any, or "unix:/path") and serves; gives the first one's port.
 
         Raises:
-            CannotListen: the address can not be bound.
+            CannotListen: an address can not be bound.
         """
-        if address.startswith("unix:") and _answers(address.removeprefix("unix:")):
-            raise CannotListen(f"cannot listen on {address}: another process does")
-        try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise CannotListen(f"cannot listen on {address}: is another process using it?") from error
+        port, *_ = [self._bind(address) for address in addresses]
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(False)
         await self._server.start()
         return port
+
+    def _bind(self, address: str) -> int:
+        if address.startswith("unix:") and _answers(address.removeprefix("unix:")):
+            raise CannotListen(f"cannot listen on {address}: another process does")
+        try:
+            return self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise CannotListen(f"cannot listen on {address}: is another process using it?") from error
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health of all services, and tells their watchers when it changed; a server that stops stays down."""

@@ -9,8 +9,11 @@ from protos.pagewire.v1 import generation_pb2, introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from protos.pagewire.v1.introspection_pb2_grpc import add_IntrospectionServiceServicer_to_server
 from protos.rpc import PUBLIC_MESSAGE_BYTES, Server, Service
+from protos.xds import load_service_pb2
+from protos.xds.load_service_pb2_grpc import add_OpenRcaServiceServicer_to_server
 from router.config import RouterSettings
 from router.introspection import IntrospectionService
+from router.load_reports import LoadMeter, OpenRcaService
 from router.schedulers import Schedulers
 from router.server import GenerationService
 from router.tokenizer import Tokenizer, find_checkpoint
@@ -22,11 +25,12 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
     """Serves clients until `stop` is set; health is SERVING while the chain behind is up."""
     changed = asyncio.Event()
     schedulers = Schedulers(settings, on_change=changed.set)
+    meter = LoadMeter(schedulers) if settings.load_reports else None
     services = [
         Service(
             generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
             add_GenerationServiceServicer_to_server,
-            GenerationService(settings, tokenizer, schedulers),
+            GenerationService(settings, tokenizer, schedulers, meter),
         )
     ]
     if settings.introspection:
@@ -37,8 +41,21 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
                 IntrospectionService(schedulers, stop, settings.write_stall_s),
             )
         )
-    server = Server(services, max_message_bytes=PUBLIC_MESSAGE_BYTES, reflect=settings.reflection)
-    await server.start(settings.listen)
+    if meter is not None:
+        services.append(
+            Service(
+                load_service_pb2.DESCRIPTOR.services_by_name["OpenRcaService"].full_name,
+                add_OpenRcaServiceServicer_to_server,
+                OpenRcaService(meter),
+            )
+        )
+    server = Server(
+        services,
+        max_message_bytes=PUBLIC_MESSAGE_BYTES,
+        reflect=settings.reflection,
+        share_port=settings.share_port,
+    )
+    await server.start(*settings.listen.split(","))
     log.info("listening", extra={"address": settings.listen, "scheduler": settings.scheduler})
     tasks = [asyncio.create_task(schedulers.run()), asyncio.create_task(_mirror_health(schedulers, server, changed))]
     stopped = asyncio.create_task(stop.wait())

@@ -8,11 +8,17 @@ from protos.process import Settings
 class RouterSettings(Settings):
     """Pagewire router: the public gRPC API in front of a scheduler."""
 
-    listen: str = Field("127.0.0.1:50051", description='address for clients: "host:port"')
+    listen: str = Field(
+        "127.0.0.1:50051",
+        description='address for clients: "host:port" or "unix:/path"; several with commas between',
+    )
+    share_port: bool = Field(
+        False, description="let other routers with this option listen on the same port; each connection goes to one"
+    )
     scheduler: str = Field(
         "127.0.0.1:50052",
-        description='the scheduler\'s address: "host:port", "unix:/path", or "dns:///host:port" for one at each address '
-        "of a name; several with commas between",
+        description='the scheduler\'s address: "host:port", "unix:/path", or "dns:///host:port" for one at each of a '
+        "name's addresses; several with commas between",
     )
     affinity_blocks: int = Field(
         4,
@@ -27,6 +33,7 @@ class RouterSettings(Settings):
     model: str = Field(description="checkpoint directory or hub name, of which the router reads the tokenizer")
     max_live_requests: int = Field(4096, ge=1, description="requests answered at once at most; more are refused")
     introspection: bool = Field(True, description="serve IntrospectionService")
+    load_reports: bool = Field(True, description="report the load to balancers (ORCA), out of band and in trailers")
     reflection: bool = Field(True, description="serve gRPC reflection")
     write_stall_s: float = Field(60.0, gt=0, description="seconds after which a client that does not read is given up")
     drain_delay_s: float = Field(

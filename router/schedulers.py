@@ -1,7 +1,7 @@
 """The schedulers behind this router: which there are, which gets a request, and what becomes of it when one is lost.
 
 All serve one model. A request whose client has got nothing yet is not tied to its scheduler: when that is lost, or
-refuses, another one begins anew with it. One of which the client has tokens stays, and ends if its scheduler stays away.
+refuses, another one begins anew with it. One whose client has tokens stays, and ends if its scheduler stays away.
 """
 
 import asyncio

@@ -14,6 +14,7 @@ from router.check import ServedModel, check_before_tokenizing, check_length, che
 from router.client_stream import writing_to
 from router.config import RouterSettings
 from router.live_request import LiveRequest
+from router.load_reports import LoadMeter
 from router.schedulers import Schedulers
 from router.tokenizer import ChatTemplateError, Tokenizer
 
@@ -23,9 +24,16 @@ log = logging.getLogger(__name__)
 
 
 class GenerationService:
-    """Serves one model."""
+    """Serves one model.
 
-    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer, schedulers: Schedulers) -> None:
+    Args:
+        meter: gives the trailers of calls; None for none.
+    """
+
+    def __init__(
+        self, settings: RouterSettings, tokenizer: Tokenizer, schedulers: Schedulers, meter: LoadMeter | None
+    ) -> None:
+        self.meter = meter
         self._settings = settings
         self._tokenizer = tokenizer
         self._schedulers = schedulers
@@ -224,3 +232,5 @@ class _Admission:
             case _:
                 outcome = "INTERNAL"
         self._service.release(self._live, outcome)
+        if self._service.meter is not None:
+            self._context.set_trailing_metadata(self._service.meter.count())

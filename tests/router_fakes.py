@@ -1,4 +1,4 @@
-"""A scheduler that says what a test tells it to, and a real router in front of it."""
+"""Schedulers that say what a test tells them to, and a real router in front of them."""
 
 import asyncio
 import contextlib
@@ -37,11 +37,13 @@ class FakeScheduler:
     """Welcomes one router, and keeps what it sends.
 
     Attributes:
+        model: what it says that it serves.
         heard: Submit, StopSequence and Cancel messages, in order.
         state: what GetState answers; None for no answer.
         explanations: what Explain answers, by request id.
     """
 
+    model: str = "fake"
     heard: "asyncio.Queue[session_pb2.SessionRequest]" = field(default_factory=asyncio.Queue)
     state: session_pb2.GetStateResponse | None = field(default_factory=session_pb2.GetStateResponse)
     explanations: dict[str, session_pb2.ExplainResponse] = field(default_factory=dict)
@@ -50,12 +52,14 @@ class FakeScheduler:
     async def Session(self, requests, context):
         await context.read()
         self._context = context
-        model = session_pb2.ModelInfo(model="fake", context_length=CONTEXT_LENGTH, vocabulary_size=VOCABULARY_SIZE)
+        model = session_pb2.ModelInfo(
+            model=self.model, context_length=CONTEXT_LENGTH, vocabulary_size=VOCABULARY_SIZE, block_size=4
+        )
         welcome = session_pb2.Welcome(
             scheduler_epoch=1, lease_ms=1000, model=model, limits=session_pb2.Limits(max_num_seqs=8)
         )
         await context.write(session_pb2.SessionResponse(welcome=welcome))
-        await context.write(session_pb2.SessionResponse(load=session_pb2.Load(serving=True)))
+        await self.tell_load(serving=True)
         while (message := await context.read()) is not grpc.aio.EOF:
             self.heard.put_nowait(message)
 
@@ -73,11 +77,23 @@ class FakeScheduler:
     async def submitted(self) -> session_pb2.Submit:
         return (await self.heard.get()).submit
 
-    async def tell(self, tokens: dict[int, bytes] | None = None, *ends: session_pb2.Finished, first: int = 0) -> None:
+    async def tell_load(self, **load: object) -> None:
+        await self._context.write(session_pb2.SessionResponse(load=session_pb2.Load(**load)))
+
+    async def drain(self) -> None:
+        await self._context.write(session_pb2.SessionResponse(drain=session_pb2.Drain()))
+
+    async def tell(
+        self,
+        tokens: dict[int, bytes] | None = None,
+        *ends: session_pb2.Finished,
+        first: int = 0,
+        handle: int = 1,
+    ) -> None:
         """Tells of a step: new tokens by sequence index, all from output index `first` on, and ends."""
         tokens = tokens or {}
         outputs = session_pb2.StepOutputs(
-            handles=pack([1] * len(tokens)),
+            handles=pack([handle] * len(tokens)),
             sequence_indexes=pack(tokens),
             first_indexes=pack([first] * len(tokens)),
             counts=pack(map(len, tokens.values())),
@@ -86,33 +102,41 @@ class FakeScheduler:
         )
         await self._context.write(session_pb2.SessionResponse(step_outputs=outputs))
 
-    async def reject(self, code: grpc.StatusCode, message: str) -> None:
-        rejected = session_pb2.Rejected(handle=1, code=code.value[0], message=message)
+    async def reject(self, code: grpc.StatusCode, message: str, handle: int = 1) -> None:
+        rejected = session_pb2.Rejected(handle=handle, code=code.value[0], message=message)
         await self._context.write(session_pb2.SessionResponse(rejected=rejected))
 
 
 @dataclass
 class RouterAlone:
-    """A real router that serves, and the scripted scheduler behind it."""
+    """A real router that serves, and the scripted schedulers behind it."""
 
-    scheduler: FakeScheduler
-    scheduler_server: Server
+    schedulers: tuple[FakeScheduler, ...]
+    servers: list[Server]
     generation: GenerationServiceStub
     introspection: IntrospectionServiceStub
     stop: asyncio.Event
+    address: str
+
+    @property
+    def scheduler(self) -> FakeScheduler:
+        return self.schedulers[0]
+
+    @property
+    def scheduler_server(self) -> Server:
+        return self.servers[0]
 
 
 @contextlib.asynccontextmanager
-async def router_alone(**options: object) -> AsyncIterator[RouterAlone]:
+async def router_alone(*schedulers: FakeScheduler, **options: object) -> AsyncIterator[RouterAlone]:
     """A router that has been welcomed. It drains for a minute at most, which no test waits for."""
-    scheduler = FakeScheduler()
-    name = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
+    schedulers = schedulers or (FakeScheduler(),)
     with tempfile.TemporaryDirectory(prefix="pw") as directory:
         tokenizer = Tokenizer(write_tokenizer(Path(directory) / "model"))
-        addresses = {"listen": f"unix:{directory}/r", "scheduler": f"unix:{directory}/s"}
+        behind = [f"unix:{directory}/s{index}" for index in range(len(schedulers))]
+        addresses = {"listen": f"unix:{directory}/r", "scheduler": ",".join(behind)}
         settings = RouterSettings(model=directory, drain_grace_s=60.0, **(addresses | options))
-        server = Server([Service(name, add_SessionServiceServicer_to_server, scheduler)])
-        await server.start(addresses["scheduler"])
+        servers = [await start_scheduler(*pair) for pair in zip(schedulers, behind, strict=True)]
         try:
             async with (
                 dial((addresses | options)["listen"]) as channel,
@@ -120,6 +144,15 @@ async def router_alone(**options: object) -> AsyncIterator[RouterAlone]:
             ):
                 await wait_for_serving(channel)
                 generation, introspection = GenerationServiceStub(channel), IntrospectionServiceStub(channel)
-                yield RouterAlone(scheduler, server, generation, introspection, stop)
+                yield RouterAlone(schedulers, servers, generation, introspection, stop, settings.listen)
         finally:
-            await server.stop(0)
+            for server in servers:
+                await server.stop(0)
+
+
+async def start_scheduler(scheduler: FakeScheduler, address: str) -> Server:
+    """Lets a scheduler be dialled."""
+    name = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
+    server = Server([Service(name, add_SessionServiceServicer_to_server, scheduler)])
+    await server.start(address)
+    return server

@@ -13,7 +13,7 @@ import pagewire_fakes
 import pytest
 
 from pagewire import background, health, state
-from pagewire.cluster import Cluster, LaunchError, RestartPolicy, ServiceProcess
+from pagewire.cluster import Cluster, LaunchError, RestartPolicy, ServiceProcess, stages
 from pagewire.launch import LaunchOptions, Setting, check_free, free_port, services, shared_settings
 from pagewire.processes import environment, module_command, start_ticks, uptime_s, with_descendants
 
@@ -193,6 +193,18 @@ def test_options_reach_the_services_that_they_are_for():
     assert router.address == "127.0.0.1:7000"
 
 
+def test_several_routers_share_the_port_and_have_a_socket_each():
+    options = LaunchOptions("/m", port=7000, routers=2, settings=(Setting.parse("router.log-format=json"),))
+    chain = services(options, "/d")
+    assert [service.name for service in chain] == ["worker", "scheduler", "router-1", "router-2"]
+    assert [service.name for service in stages(chain)[-1]] == ["router-1", "router-2"]
+    assert chain[3].address == "unix:/d/router-2.sock"
+    assert " ".join(chain[3].command[2:]) == (
+        "-m router --listen 127.0.0.1:7000,unix:/d/router-2.sock --share-port"
+        " --scheduler unix:/d/scheduler.sock --model /m --log-format=json"
+    )
+
+
 def test_a_service_may_take_as_long_to_stop_as_it_was_told_to_drain():
     options = LaunchOptions("/m", settings=(Setting.parse("router.drain-grace-s=5"),))
     assert [service.stop_within_s for service in services(options, "/d")] == [40, 40, 15]
@@ -260,6 +272,20 @@ def test_a_detached_cluster_serves_and_is_shown_and_stopped(home, port):
     assert (home / "journal").read_text().splitlines() == ["worker start", "worker stop"]
     assert pagewire("status", "--port", port).returncode == 1
     assert "nothing runs" in pagewire("down", "--port", port).stdout
+
+
+def test_one_of_several_routers_that_dies_is_started_again_while_the_others_serve(home, port):
+    process, running = started(home, port, "--routers", "3", "--set", f"router.journal={home}/journal")
+    assert sorted(running.service_pids) == ["router-1", "router-2", "router-3", "scheduler", "worker"]
+    assert pagewire("status", "--port", port).stdout.count("SERVING") == 6, "five processes, and the port"
+    pid = running.service_pids["router-2"]
+    os.kill(pid, signal.SIGKILL)
+    assert health.check(f"127.0.0.1:{port}") == health.SERVING
+    wait_for(lambda: state.load(port).service_pids.get("router-2", pid) != pid, "another one")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    assert (home / "journal").read_text().splitlines()[-3:] == ["router stop"] * 3
 
 
 def test_a_detached_cluster_that_cannot_start_shows_the_end_of_its_log(home, port):
