@@ -65,14 +65,18 @@ def _show_model(target: str, console: Console) -> None:
 def _show_load(target: str, console: Console) -> None:
     try:
         with introspection(target) as stub:
-            now = stub.GetState(introspection_pb2.GetStateRequest(), timeout=_TIMEOUT_S).state
+            answer = stub.GetState(introspection_pb2.GetStateRequest(), timeout=_TIMEOUT_S)
     except RequestError as error:
         console.print(f"load     unknown: {error}", markup=False)
         return
+    now = answer.state
     pool = now.block_pool
     available = pool.num_free + pool.num_cached
     console.print(f"blocks   {available} of {pool.num_total} free, {pool.num_cached} of them cached")
     console.print(f"requests {now.num_running} running, {now.num_waiting} waiting, {now.num_swapped} swapped")
+    for each in answer.schedulers:
+        words = each.obstacle or f"{each.state.num_running} running, {each.state.num_waiting} waiting"
+        console.print(f"         {each.address}: {words}", markup=False)
 
 
 def _duration(seconds: float) -> str:
