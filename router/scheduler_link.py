@@ -54,7 +54,9 @@ class SchedulerLink:
         self._on_change = on_change
         self._on_refused = on_refused
         self._live: dict[int, LiveRequest] = {}
-        # How many of them the scheduler's last Load counts.
+        # Handles of submissions that the scheduler has not answered, so that its Load does not count them.
+        self._unanswered: set[int] = set()
+        # How many of the live requests its last Load counts.
         self._num_counted = 0
         self._connected = False
         self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
@@ -97,6 +99,7 @@ class SchedulerLink:
 
     def release(self, live: LiveRequest) -> None:
         """The request is answered, or its client is gone; in that case its blocks are free within a step."""
+        self._unanswered.discard(live.handle)
         if self._live.pop(live.handle, None) is not None and not live.finished:
             self._send(pb.SessionRequest(cancel=pb.Cancel(handle=live.handle)))
 
@@ -193,16 +196,21 @@ class SchedulerLink:
             beam_search=request.beam_search,
             timeout_ms=0 if deadline is None else max(1, int((deadline - time.monotonic()) * 1e3)),
         )
+        self._unanswered.add(live.handle)
         self._send(pb.SessionRequest(submit=submit))
 
     def _receive(self, message: pb.SessionResponse) -> None:
         match message.WhichOneof("message"):
             case "step_outputs":
                 self._on_step_outputs(message.step_outputs)
+            case "accepted":
+                self._unanswered.discard(message.accepted.handle)
             case "rejected":
+                self._unanswered.discard(message.rejected.handle)
                 self._on_rejected(message.rejected)
             case "load":
-                was_serving, self.load, self._num_counted = self.serving, message.load, len(self._live)
+                was_serving, self.load = self.serving, message.load
+                self._num_counted = len(self._live) - len(self._unanswered)
                 if was_serving != self.serving:
                     self._on_change()
             case "welcome":
@@ -253,6 +261,7 @@ class SchedulerLink:
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
+        self._unanswered.clear()
         self._on_change()  # which says whether this scheduler is accepted
         for handle in self._resumed - self._live.keys():  # their clients left between Hello and Welcome
             self._send(pb.SessionRequest(cancel=pb.Cancel(handle=handle)))
