@@ -74,7 +74,7 @@ def site() -> Iterator[Cluster]:
 @contextlib.asynccontextmanager
 async def watched(site: Cluster) -> AsyncIterator[tuple[GenerationServiceStub, Health, Health]]:
     """A client, and the health of router and scheduler as told by Watch, SERVING."""
-    async with open_channel(site.target) as channel, open_channel(f"unix:{site.directory}/scheduler") as scheduler:
+    async with open_channel(site.target) as channel, open_channel(site.scheduler_address(0)) as scheduler:
         healths = Health(channel), Health(scheduler)
         for health in healths:
             await health.becomes(serving=True)
