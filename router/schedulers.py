@@ -188,7 +188,9 @@ class Schedulers:
                 for address in self._links.keys() - wanted.keys():
                     # A name may be gone for a moment; a session says more.
                     if not self._links[address].connected and not self._links[address].num_live:
-                        tasks.pop(address).cancel()
+                        task = tasks.pop(address)
+                        task.cancel()
+                        await asyncio.gather(task, return_exceptions=True)
                         await self._links.pop(address).close()
                         self._changed()
                 if not names:

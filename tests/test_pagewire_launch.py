@@ -304,7 +304,8 @@ def test_one_of_several_routers_that_dies_is_started_again_while_the_others_serv
     pid = running.service_pids["router-2"]
     os.kill(pid, signal.SIGKILL)
     assert health.check(f"127.0.0.1:{port}") == health.SERVING
-    wait_for(lambda: state.load(port).service_pids.get("router-2", pid) != pid, "another one")
+    wait_for(lambda: (home / "journal").read_text().count("router start") == 4, "another one")
+    assert state.load(port).service_pids["router-2"] != pid
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=WAIT_S)
     assert process.returncode == 0

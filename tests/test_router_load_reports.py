@@ -19,7 +19,7 @@ from protos.rpc import dial
 from protos.xds.load_report_pb2 import OrcaLoadReport
 from protos.xds.load_service_pb2 import OrcaLoadReportRequest
 from protos.xds.load_service_pb2_grpc import OpenRcaServiceStub
-from router.load_reports import TRAILER, LoadMeter
+from router.load_reports import LoadMeter
 
 
 @dataclass
@@ -59,7 +59,8 @@ def measured(schedulers: Schedulers, num_calls: int = 10, cpu: float = 0.2) -> O
         for _ in range(num_calls):
             meter.count()
         clocks.pass_by(1, cpu)
-    return meter.report()
+        report = meter.report()
+    return report
 
 
 def test_a_report_holds_calls_a_second_cpu_time_and_the_schedulers_figures():
@@ -94,11 +95,12 @@ def test_it_is_measured_once_a_second_however_many_calls_end():
     meter = LoadMeter(Schedulers([], 0), lambda: clocks.now, lambda: reads.append(clocks.now) or 0.0)
     for _ in range(100):
         meter.count()
-        clocks.pass_by(0.05)
-    assert reads == [0.0, *pytest.approx([1, 2, 3, 4])]
+        clocks.pass_by(1 / 16)  # exact in binary
+    assert reads == [0, 1, 2, 3, 4, 5, 6]
 
 
-async def test_reports_come_out_of_band_and_in_trailers():
+async def test_reports_come_out_of_band():
+    # In trailers too, but gRPC's clients take them out for their balancer: the last test sees what that does.
     async with router_alone() as plane, dial(plane.address) as channel:
         await plane.scheduler.tell_load(serving=True, num_running=3, kv_usage=0.25)
         stub = OpenRcaServiceStub(channel)
@@ -106,13 +108,6 @@ async def test_reports_come_out_of_band_and_in_trailers():
         reports = [await stream.read() for _ in range(3)]
         assert reports[-1].utilization["kv_cache"] == 0.25
         stream.cancel()
-        call = plane.generation.Complete(pb.GenerateRequest(text="p", stop=pb.StopConditions(max_tokens=1)))
-        submit = await plane.scheduler.submitted()
-        end = session_pb2.Finished(handle=submit.handle, status=session_pb2.FINISH_STATUS_LENGTH_CAPPED)
-        await plane.scheduler.tell({0: b"x"}, end, handle=submit.handle)
-        await call
-        report = OrcaLoadReport.FromString(dict(await call.trailing_metadata())[TRAILER])
-        assert report.named_metrics["num_requests_running"] == 3
 
 
 async def test_they_can_be_switched_off():

@@ -107,7 +107,7 @@ def test_routers_that_share_a_port_ask_for_tls_and_tokens_there_and_on_their_own
                 assert info.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-@pytest.mark.parametrize("first, second", itertools.product([(), ("--share-port",)], repeat=2))
+@pytest.mark.parametrize("first, second", list(itertools.product([(), ("--share-port",)], repeat=2)))
 def test_a_port_is_shared_only_if_both_say_so(site, first, second):
     port = free_port()
     site.start_router(port, *first)

@@ -37,7 +37,7 @@ async def states(plane: RouterAlone) -> introspection_pb2.GetStateResponse:
 
 async def until(plane: RouterAlone, holds: Callable[[dict[str, Named]], bool]) -> None:
     """Returns when `holds` for what the router says of its schedulers; the test's own timeout bounds the wait."""
-    while not holds({named.address[-2:]: named for named in (await states(plane)).schedulers}):
+    while not holds({named.address.rpartition("/")[2]: named for named in (await states(plane)).schedulers}):
         await asyncio.sleep(0.005)
 
 
@@ -219,7 +219,7 @@ async def test_a_scheduler_of_another_model_gets_nothing_and_is_named(caplog):
     async with router_alone(FakeScheduler(), FakeScheduler(model="odd")) as plane:
         await until(plane, lambda named: any("another model" in each.obstacle for each in named.values()))
         model = (await plane.generation.GetModel(pb.GetModelRequest())).model
-        obstacles = {named.address[-2:]: named.obstacle for named in (await states(plane)).schedulers}
+        obstacles = {named.address.rpartition("/")[2]: named.obstacle for named in (await states(plane)).schedulers}
         odd, right = ("s1", 0) if model == "fake" else ("s0", 1)
         assert obstacles[odd] == f"serves another model, {plane.schedulers[1 - right].model!r}"
         calls = [plane.generation.Complete(wanted(f"{number} different prompts")) for number in range(8)]
