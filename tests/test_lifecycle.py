@@ -36,7 +36,11 @@ def asked(max_tokens: int) -> pb.GenerateRequest:
 
 
 async def text_of(call) -> str:
-    return "".join([message.outputs[0].text async for message in call])
+    """All that is still to come; by `read`, as what came before was."""
+    text = ""
+    while (message := await call.read()) is not grpc.aio.EOF:
+        text += message.outputs[0].text
+    return text
 
 
 def open_channel(target: str) -> grpc.aio.Channel:

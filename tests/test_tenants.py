@@ -75,7 +75,7 @@ async def test_without_a_known_token_nothing_but_health_is_answered(tokens):
             assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, reason)
         for method in ("/grpc.channelz.v1.Channelz/GetServers", "/pagewire.v1.GenerationService/Nothing"):
             call = plane.channel.unary_unary(method)
-            assert (await refusal_of(call(b""))).code is grpc.StatusCode.UNAUTHENTICATED
+            assert (await refusal_of(call(b""))).code is grpc.StatusCode.UNIMPLEMENTED, "there is none, for nobody"
         assert (await plane.generation.Complete(request(max_tokens=3), metadata=bearing("a"))).outputs[0].text
         reports = OpenRcaServiceStub(plane.channel).StreamCoreMetrics
         assert (await refusal_of(reports(OrcaLoadReportRequest()).read())).code is grpc.StatusCode.UNAUTHENTICATED
