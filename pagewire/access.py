@@ -52,7 +52,7 @@ class Access:
         credentials = self._credentials()
         if credentials is None:
             return grpc.insecure_channel(target, options=options)
-        return grpc.secure_channel(target, credentials, options=options)
+        return grpc.secure_channel(target, credentials, options=[*options, *_server_name(target)])
 
     def aio_channel(self, target: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel for the asyncio stubs.
@@ -63,7 +63,7 @@ class Access:
         credentials = self._credentials()
         if credentials is None:
             return grpc.aio.insecure_channel(target, options=options)
-        return grpc.aio.secure_channel(target, credentials, options=options)
+        return grpc.aio.secure_channel(target, credentials, options=[*options, *_server_name(target)])
 
     def _credentials(self) -> grpc.ChannelCredentials | None:
         if (self.certificate is None) != (self.key is None):
@@ -74,6 +74,11 @@ class Access:
             return ClientTls(_path(self.ca), _path(self.certificate), _path(self.key)).credentials()
         except TlsError as error:
             raise AccessError(f"--ca, --certificate, --key: {error}") from error
+
+
+def _server_name(target: str) -> list[tuple[str, Any]]:
+    """Whom a certificate must name where it can not name the target, which is a socket's path."""
+    return [("grpc.ssl_target_name_override", "localhost")] if target.startswith("unix:") else []
 
 
 def _path(file: Path | str | None) -> Path | None:

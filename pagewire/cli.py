@@ -126,6 +126,9 @@ def up(
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run together at most.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step at most.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The name that requests may carry.")] = None,
+    routers: Annotated[
+        int, typer.Option(min=1, max=64, help="Router processes; they share the port, and each connection goes to one.")
+    ] = 1,
     log_level: Annotated[LogLevel | None, typer.Option(help="Least severe line logged.")] = None,
     log_format: Annotated[LogFormat | None, typer.Option(help="Text, or a JSON object per line.")] = None,
     settings: Annotated[
@@ -135,6 +138,8 @@ def up(
     log_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Start a cluster on this machine: worker, scheduler and router. Ctrl-C drains it."""
+    import dataclasses
+
     from pagewire import models
     from pagewire.launch import LaunchOptions, Setting, check_free, shared_settings
     from pagewire.up import up as run
@@ -148,7 +153,8 @@ def up(
         log_level=log_level and log_level.value,
         log_format=log_format and log_format.value,
     )
-    options = LaunchOptions(model, host, port, (*shared, *map(Setting.parse, settings or ())), log_file, ctx.obj)
+    told = (*shared, *map(Setting.parse, settings or ()))
+    options = LaunchOptions(model, host, port, told, log_file, ctx.obj, routers)
     # Before a download rather than after it.
     check_free(options)
     options = dataclasses.replace(options, model=models.resolve(model, _console()))

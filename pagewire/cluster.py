@@ -11,6 +11,7 @@ import signal
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from pagewire import health
 from pagewire.access import Access
@@ -39,6 +40,7 @@ class ServiceProcess:
         address: where it answers health checks.
         stop_within_s: seconds between SIGTERM and SIGKILL.
         access: how one gets in there.
+        peers: the name of the services that it is one of; those stop at the same time. By itself if empty.
     """
 
     name: str
@@ -46,6 +48,7 @@ class ServiceProcess:
     address: str
     stop_within_s: float = 40.0
     access: Access = Access()  # noqa: RUF009  # frozen
+    peers: str = ""
 
 
 @dataclass(slots=True)
@@ -135,8 +138,8 @@ class Cluster:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for service in reversed(self._services):
-                await self._stop(service)
+            for stage in reversed(stages(self._services)):
+                await asyncio.gather(*map(self._stop, stage))
 
     def kill(self) -> None:
         """Ends all processes at once; `run` then returns soon."""
@@ -220,6 +223,11 @@ class Cluster:
 
     def _with_tail(self, service: ServiceProcess, message: str) -> str:
         return "\n".join([message, *(f"  {line}" for line in self._tails[service.name])])
+
+
+def stages(services: Sequence[ServiceProcess]) -> list[list[ServiceProcess]]:
+    """The same services, peers together."""
+    return [list(stage) for _, stage in groupby(services, key=lambda service: service.peers or service.name)]
 
 
 async def _first_of(*tasks: asyncio.Task) -> None:

@@ -24,6 +24,8 @@ SHARED_OPTIONS = {
     "log_level": SERVICES,
     "log_format": SERVICES,
 }
+# Options of a router that only one of several on a machine can have.
+_UNSHARED_OPTIONS = ("admin-listen", "metrics-listen")
 # Services give live requests this long after SIGTERM unless told otherwise, and then take a moment to end.
 _DRAIN_GRACE_S = 30.0
 _STOP_MARGIN_S = 10.0
@@ -70,6 +72,7 @@ class LaunchOptions:
         settings: what the services are told beside what connects them; the last one counts.
         log_file: where the launcher's output goes, for `status` to tell; None for a terminal.
         access: how the router lets a client in, which is asked for its health.
+        routers: router processes, which share the port.
     """
 
     model: str
@@ -78,6 +81,14 @@ class LaunchOptions:
     settings: tuple[Setting, ...] = ()
     log_file: Path | None = None
     access: Access = Access()  # noqa: RUF009  # frozen
+    routers: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises LaunchError where several routers are told to listen at one address that they can not share."""
+        for option in _UNSHARED_OPTIONS:
+            if self.routers > 1 and self.value("router", option, ""):
+                remedy = "start routers by hand, each with an address of its own (docs/scaling.md)"
+                raise LaunchError(f"router.{option}: {self.routers} routers can not share it; {remedy}")
 
     @property
     def address(self) -> str:
@@ -98,7 +109,8 @@ class LaunchOptions:
         """The same as arguments of `pagewire up`."""
         log_file = ["--log-file", str(self.log_file)] if self.log_file else []
         settings = [argument for setting in self.settings for argument in ("--set", str(setting))]
-        return ["--model", self.model, "--host", self.host, "--port", str(self.port), *log_file, *settings]
+        routers = ["--routers", str(self.routers)]
+        return ["--model", self.model, "--host", self.host, "--port", str(self.port), *routers, *log_file, *settings]
 
 
 def shared_settings(**values: str | int | None) -> tuple[Setting, ...]:
@@ -112,25 +124,34 @@ def shared_settings(**values: str | int | None) -> tuple[Setting, ...]:
 
 
 def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
-    """The three services in the order of their start, with their sockets in `directory`."""
+    """All services in the order of their start, with their sockets in `directory`."""
     worker, scheduler = f"unix:{directory}/worker.sock", f"unix:{directory}/scheduler.sock"
-    wiring = {
-        "worker": (worker, ["--listen", worker, "--model", options.model]),
-        "scheduler": (scheduler, ["--listen", scheduler, "--worker", worker]),
-        "router": (
-            options.target,
-            ["--listen", options.address, "--scheduler", scheduler, "--model", options.model],
-        ),
-    }
-    return [
-        ServiceProcess(
-            name,
-            module_command(name, [*arguments, *(s.argument for s in options.settings if s.service == name)]),
+
+    def process(name: str, address: str, *arguments: str, number: int | None = None) -> ServiceProcess:
+        told = [*arguments, *(setting.argument for setting in options.settings if setting.service == name)]
+        return ServiceProcess(
+            name if number is None else f"{name}-{number}",
+            module_command(name, told),
             address,
             _drain_s(options, name) + _STOP_MARGIN_S,
             options.access if name == "router" else Access(),
+            peers=name,
         )
-        for name, (address, arguments) in wiring.items()
+
+    behind = ("--scheduler", scheduler, "--model", options.model)
+    if options.routers == 1:
+        routers = [process("router", options.target, "--listen", options.address, *behind)]
+    else:
+        # On the shared port any of them answers; on a socket of its own each one for itself.
+        own = {number: f"unix:{directory}/router-{number}.sock" for number in range(1, options.routers + 1)}
+        routers = [
+            process("router", socket, "--listen", f"{options.address},{socket}", "--share-port", *behind, number=number)
+            for number, socket in own.items()
+        ]
+    return [
+        process("worker", worker, "--listen", worker, "--model", options.model),
+        process("scheduler", scheduler, "--listen", scheduler, "--worker", worker),
+        *routers,
     ]
 
 

@@ -50,7 +50,7 @@ def _processes(running: ClusterState, access: Access) -> Table:
         )
         answer = ""
         if name in running.addresses:
-            answer = health.check(running.addresses[name], access=access if name == "router" else Access())
+            answer = health.check(running.addresses[name], access=access if name.startswith("router") else Access())
         table.add_row(name, str(pid), _duration(up_s), decimal(memory), answer)
     return table
 
@@ -68,14 +68,18 @@ def _show_model(target: str, access: Access, console: Console) -> None:
 def _show_load(target: str, access: Access, console: Console) -> None:
     try:
         with introspection(target, access) as stub:
-            now = stub.GetState(introspection_pb2.GetStateRequest(), timeout=_TIMEOUT_S).state
+            answer = stub.GetState(introspection_pb2.GetStateRequest(), timeout=_TIMEOUT_S)
     except RequestError as error:
         console.print(f"load     unknown: {error}", markup=False)
         return
+    now = answer.state
     pool = now.block_pool
     available = pool.num_free + pool.num_cached
     console.print(f"blocks   {available} of {pool.num_total} free, {pool.num_cached} of them cached")
     console.print(f"requests {now.num_running} running, {now.num_waiting} waiting, {now.num_swapped} swapped")
+    for each in answer.schedulers:
+        words = each.obstacle or f"{each.state.num_running} running, {each.state.num_waiting} waiting"
+        console.print(f"         {each.address}: {words}", markup=False)
 
 
 def _duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from rich.status import Status
 from rich.text import Text
 
 from pagewire import state
-from pagewire.cluster import Cluster
+from pagewire.cluster import Cluster, stages
 from pagewire.launch import LaunchOptions, check_free, services
 from pagewire.processes import start_ticks
 from pagewire.state import ClusterState
@@ -53,7 +53,7 @@ class _Foreground:
             model=options.model,
             directory=directory,
             log_file=str(options.log_file) if options.log_file else None,
-            stop_within_s=sum(service.stop_within_s for service in chain),
+            stop_within_s=sum(max(service.stop_within_s for service in stage) for stage in stages(chain)),
             addresses={service.name: service.address for service in chain},
             service_pids={},
             serving=False,
@@ -134,6 +134,7 @@ class _Foreground:
 def _coloured(name: str, line: str) -> Text:
     """A log line whose service's name, near its start, has the service's colour."""
     text = Text(line)
+    name = name.partition("-")[0]  # one of several signs as all of them
     place = line.find(name, 0, 40)
     if place >= 0:
         text.stylize(_COLOURS.get(name, "bold"), place, place + len(name))

@@ -44,7 +44,7 @@ _KEEPALIVE = [
 log = logging.getLogger(__name__)
 
 
-def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+def server_options(max_message_bytes: int, share_port: bool = False) -> list[tuple[str, int]]:
     """Options of every server, public or internal; of the messages that come in `max_message_bytes` bounds each."""
     return [
         *_KEEPALIVE,
@@ -55,8 +55,8 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         # The defaults reset streams at random when thousands open at once.
         ("grpc.server.max_pending_requests", 30_000),
         ("grpc.server.max_pending_requests_hard_limit", 30_000),
-        # Two processes on one port would share it without a word.
-        ("grpc.so_reuseport", 0),
+        # By default two processes on one port would share it without a word.
+        ("grpc.so_reuseport", int(share_port)),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max(max_message_bytes, PUBLIC_MESSAGE_BYTES)),
     ]
@@ -78,8 +78,13 @@ def client_options() -> list[tuple[str, int]]:
     ]
 
 
-def dial(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
-    """A channel between our own processes, plaintext without `tls`. `address` is "host:port" or "unix:/path".
+def dial(address: str, tls: ClientTls | None = None, server_name: str = "") -> grpc.aio.Channel:
+    """A channel between our own processes.
+
+    Args:
+        address: "host:port" or "unix:/path".
+        tls: None for plaintext.
+        server_name: whom the certificate must name, if not the address's host.
 
     Raises:
         TlsError: the files of `tls` can not be used.
@@ -89,7 +94,9 @@ def dial(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(address, options=options)
     if address.startswith("unix:"):
         # No certificate can name a socket's path.
-        options.append(("grpc.ssl_target_name_override", "localhost"))
+        server_name = server_name or "localhost"
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)
 
 
@@ -100,19 +107,20 @@ class Line:
         channel: the newest; one that is replaced is closed.
     """
 
-    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+    def __init__(self, address: str, tls: ClientTls | None = None, server_name: str = "") -> None:
         self._address = address
         self._tls = tls
+        self._server_name = server_name
         self._files = WatchedFiles(tls.files if tls is not None else ())
         self._files.changed()
-        self.channel = dial(address, tls)
+        self.channel = dial(address, tls, server_name)
 
     async def renew(self) -> bool:
         """Dials again if the files have changed, and says whether it did; to be called while nothing is connected."""
         if not self._files.changed():
             return False
         try:
-            channel = dial(self._address, self._tls)
+            channel = dial(self._address, self._tls, self._server_name)
         except TlsError as error:
             log.warning("new certificate files are no use, the old ones stay", extra={"error": str(error)})
             return False
@@ -156,6 +164,7 @@ class Server:
 
     Args:
         calls: is told of every call of the services.
+        share_port: whether other servers that say so too may listen on the same port.
     """
 
     def __init__(
@@ -168,11 +177,12 @@ class Server:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         calls: Calls[Any] | None = None,
         options: Sequence[tuple[str, int]] = (),
+        share_port: bool = False,
     ) -> None:
         self.calls: Calls[Any] = calls or Calls()
         self._boundary = _Boundary()
         self._server = unknown_methods.server(
-            [self.calls, *interceptors, self._boundary], [*server_options(max_message_bytes), *options]
+            [self.calls, *interceptors, self._boundary], [*server_options(max_message_bytes, share_port), *options]
         )
         self._health = health.aio.HealthServicer()
         self._names = ["", *(service.full_name for service in services)]
@@ -188,28 +198,30 @@ class Server:
         if reflect:
             reflection.enable_server_reflection([*shown, reflection.SERVICE_NAME], self._server)
 
-    async def start(self, address: str, tls: ServerTls | None = None) -> int:
-        """Binds `address` ("host:port", port 0 for any, or "unix:/path") and serves; gives the port.
+    async def start(self, *addresses: str, tls: ServerTls | None = None) -> int:
+        """Binds addresses ("host:port", port 0 for any, or "unix:/path") and serves; gives the first one's port.
 
         Without `tls` in plaintext.
 
         Raises:
-            CannotListen: the address can not be bound.
+            CannotListen: an address can not be bound.
             TlsError: the files of `tls` can not be used.
         """
-        if address.startswith("unix:") and _answers(address.removeprefix("unix:")):
-            raise CannotListen(f"cannot listen on {address}: another process does")
-        try:
-            if tls is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, tls.credentials())
-        except RuntimeError as error:
-            raise CannotListen(f"cannot listen on {address}: is another process using it?") from error
+        port, *_ = [self._bind(address, tls) for address in addresses]
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(False)
         await self._server.start()
         return port
+
+    def _bind(self, address: str, tls: ServerTls | None) -> int:
+        if address.startswith("unix:") and _answers(address.removeprefix("unix:")):
+            raise CannotListen(f"cannot listen on {address}: another process does")
+        try:
+            if tls is None:
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, tls.credentials())
+        except RuntimeError as error:
+            raise CannotListen(f"cannot listen on {address}: is another process using it?") from error
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health of all services, and tells their watchers when it changed; a server that stops stays down."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, ByteSize, Field, model_validator
+from pydantic import AfterValidator, ByteSize, Field, field_validator, model_validator
 
 from protos.rpc import PUBLIC_MESSAGE_BYTES
 from protos.tls import ClientTls
@@ -19,13 +19,33 @@ def _is_token_file(path: Path) -> Path:
 class RouterSettings(ServerTlsSettings):
     """Pagewire router: the public gRPC API in front of a scheduler."""
 
-    listen: str = Field("127.0.0.1:50051", description='address for clients: "host:port"')
-    scheduler: str = Field("127.0.0.1:50052", description='the scheduler\'s address: "host:port" or "unix:/path"')
+    listen: str = Field(
+        "127.0.0.1:50051",
+        description='address for clients: "host:port" or "unix:/path"; several with commas between',
+    )
+    share_port: bool = Field(
+        False, description="let other routers with this option listen on the same port; each connection goes to one"
+    )
+    scheduler: str = Field(
+        "127.0.0.1:50052",
+        description='the scheduler\'s address: "host:port", "unix:/path", or "dns:///host:port" for one at each of a '
+        "name's addresses; several with commas between",
+    )
+    affinity_blocks: int = Field(
+        4,
+        ge=0,
+        description="with several schedulers: blocks of a prompt's beginning that say which one prefers it",
+    )
+    load_slack: float = Field(
+        0.25,
+        ge=0,
+        description="with several schedulers: share of the average load by which the preferred one may exceed it",
+    )
     scheduler_tls_ca: CaFile | None = Field(
-        None, description="CA certificates that the scheduler's must come from; without it that wire is plaintext"
+        None, description="CA certificates that the schedulers' must come from; without it that wire is plaintext"
     )
     scheduler_tls_certificate: ReadableFile | None = Field(
-        None, description="what the scheduler is shown where it asks (mTLS)"
+        None, description="what a scheduler is shown where it asks (mTLS)"
     )
     scheduler_tls_key: ReadableFile | None = Field(None, description="that certificate's private key")
     model: str = Field(description="checkpoint directory or hub name, of which the router reads the tokenizer")
@@ -66,6 +86,7 @@ class RouterSettings(ServerTlsSettings):
         False, description="let tenants find each other's prompts in the cache, and learn of them by timing"
     )
     introspection: bool = Field(True, description="serve IntrospectionService")
+    load_reports: bool = Field(True, description="report the load to balancers (ORCA), out of band and in trailers")
     reflection: bool = Field(True, description="serve gRPC reflection")
     admin_listen: str | None = Field(
         None,
@@ -76,8 +97,8 @@ class RouterSettings(ServerTlsSettings):
     health_stall_s: float = Field(
         5.0,
         gt=0,
-        description="seconds without a sign of life from the scheduler after which health is NOT_SERVING until there "
-        "is one; requests are taken all the same, and wait",
+        description="seconds without a sign of life from a scheduler after which others get its requests; where there "
+        "is no other, health is NOT_SERVING until there is one, and requests are taken all the same, and wait",
     )
     max_connection_age_s: float = Field(
         0.0,
@@ -100,6 +121,15 @@ class RouterSettings(ServerTlsSettings):
         15.0, ge=0, description="seconds after which a silent stream says where it waits; 0: never"
     )
     drain_grace_s: float = Field(30.0, ge=0, description="seconds that live streams get to finish after that")
+
+    @field_validator("scheduler")
+    @classmethod
+    def _check_scheduler(cls, scheduler: str) -> str:
+        for address in scheduler.split(","):
+            _, colon, rest = address.removeprefix("dns:///").rpartition(":")
+            if not colon or not rest or " " in address:
+                raise ValueError(f'{address!r} is none of "host:port", "unix:/path", "dns:///host:port"')
+        return scheduler
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,7 +1,7 @@
 """Heartbeats: streams that nothing is sent on for a while say what they wait for, so that no proxy takes them for dead.
 
 A token costs a count. One look at all streams, four times in the configured time, finds those whose count stands still
-for as long, and asks the scheduler where they are: once for all, however many wait.
+for as long, and asks their schedulers where they are: each once for all, however many wait.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from protos import session_pb2
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1 import introspection_pb2
 from router.live_request import LiveRequest
-from router.scheduler_link import SchedulerLink
+from router.schedulers import Schedulers
 
 _LOOKS = 4
 _STATUS: dict[int, introspection_pb2.RequestStatus] = {
@@ -45,8 +45,8 @@ class Heartbeats:
         silence_s: seconds without a message after which one gets a heartbeat, and again after as many.
     """
 
-    def __init__(self, link: SchedulerLink, silence_s: float) -> None:
-        self._link = link
+    def __init__(self, schedulers: Schedulers, silence_s: float) -> None:
+        self._schedulers = schedulers
         self._silence_s = silence_s
         self._streams: dict[int, _Stream] = {}
 
@@ -66,11 +66,11 @@ class Heartbeats:
             await self.look(time.monotonic())
 
     async def look(self, now: float) -> None:
-        """Gives a heartbeat to every stream that has been silent for so long, whether the scheduler answers or not."""
+        """Gives a heartbeat to every stream that has been silent for so long, whether its scheduler answers or not."""
         silent = [stream for stream in self._streams.values() if self._due(stream, now)]
         if not silent:
             return
-        places = await self._link.locate([stream.live.handle for stream in silent])
+        places = await self._schedulers.locate([stream.live.handle for stream in silent])
         for stream, (status, position) in zip(silent, places, strict=True):
             if stream.live.num_taken == stream.num_taken:
                 heartbeat = pb.Heartbeat(status=_STATUS.get(status), waited_ms=stream.live.total_ms)

@@ -1,6 +1,6 @@
-"""What a person asks when something waits: the scheduler's state, once or again and again, and one request's own.
+"""What a person asks when something waits: the schedulers' state, once or again and again, and one request's own.
 
-A watch ends with UNAVAILABLE and a delay for the retry where the scheduler does not answer, and as soon as this router
+A watch ends with UNAVAILABLE and a delay for the retry where no scheduler answers, and as soon as this router
 drains: it never ends without a word, and never holds up a shutdown.
 
 Where tenants are known, a tenant is told of its own requests only; operators are told of all, by the ids that scheduler
@@ -8,15 +8,17 @@ and logs know.
 """
 
 import asyncio
+from collections.abc import Sequence
 
 import grpc
+from google.protobuf.message import Message
 from grpc_status import rpc_status
 
 from protos import session_pb2
 from protos.errors import Refusal, Violation, invalid_argument, to_status, unavailable
 from protos.pagewire.v1 import introspection_pb2 as pb
 from router.client_stream import writing_to
-from router.scheduler_link import SchedulerLink
+from router.schedulers import Schedulers
 from router.tenants import Tenants
 
 # Each asks the scheduler, which has steps to plan, up to a hundred times a second.
@@ -42,27 +44,28 @@ _REASON = {
 
 
 class IntrospectionService:
-    """Shows what the scheduler says of itself.
+    """Shows what the schedulers say of themselves.
 
     Args:
-        link: to the scheduler.
+        schedulers: behind this router.
         stopping: set when this router begins to drain.
         write_stall_s: seconds after which a client that does not read is given up.
         tenants: who clients are; None for a port that only operators reach.
     """
 
     def __init__(
-        self, link: SchedulerLink, stopping: asyncio.Event, write_stall_s: float, tenants: Tenants | None = None
+        self, schedulers: Schedulers, stopping: asyncio.Event, write_stall_s: float, tenants: Tenants | None = None
     ) -> None:
-        self._link = link
+        self._schedulers = schedulers
         self._stopping = stopping
         self._write_stall_s = write_stall_s
         self._tenants = tenants
         self._num_watches = 0
 
     async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> pb.GetStateResponse:
-        """The scheduler's state now."""
-        return pb.GetStateResponse(state=_state(await self._link.get_state()))
+        """The state now."""
+        state, schedulers = await self._states()
+        return pb.GetStateResponse(state=state, schedulers=schedulers)
 
     async def WatchState(self, request: pb.WatchStateRequest, context: grpc.aio.ServicerContext) -> None:
         """The same again and again, until the client leaves."""
@@ -94,9 +97,9 @@ class IntrospectionService:
         if not request.request_id:
             raise invalid_argument([Violation("request_id", "must not be empty")])
         if self._tenants is None:
-            return _explanation(await self._link.explain(request.request_id, request.request_id))
+            return _explanation(await self._schedulers.explain(request.request_id, request.request_id))
         tenant = self._tenants.of(context)
-        facts = await self._link.explain(self._tenants.scoped(tenant, request.request_id), request.request_id)
+        facts = await self._schedulers.explain(self._tenants.scoped(tenant, request.request_id), request.request_id)
         if facts.preempted_by:
             by, own = facts.preempted_by, self._tenants.scoped(tenant, "")
             facts.preempted_by = by.removeprefix(own) if by.startswith(own) else "another tenant's request"
@@ -105,8 +108,29 @@ class IntrospectionService:
     async def _watch(self, context: grpc.aio.ServicerContext, interval_s: float) -> None:
         async with writing_to(context, self._write_stall_s) as write:
             while True:
-                await write(pb.WatchStateResponse(state=_state(await self._link.get_state())))
+                state, schedulers = await self._states()
+                await write(pb.WatchStateResponse(state=state, schedulers=schedulers))
                 await asyncio.sleep(interval_s)
+
+    async def _states(self) -> tuple[pb.SchedulerState, list[pb.NamedScheduler]]:
+        """All schedulers taken together, and where there are several each of them.
+
+        Raises:
+            Refusal: UNAVAILABLE, none answers.
+        """
+        answers = await self._schedulers.get_states()
+        states = {address: _state(answer) for address, answer in answers.items() if not isinstance(answer, Refusal)}
+        if not states:
+            refusals = [answer for answer in answers.values() if isinstance(answer, Refusal)]
+            raise refusals[0] if refusals else unavailable("NO_SCHEDULER", "no scheduler is known yet; retry")
+        if len(answers) == 1:
+            return next(iter(states.values())), []
+        obstacle = self._schedulers.obstacle
+        named = [
+            pb.NamedScheduler(address=address, state=states.get(address), obstacle=obstacle(address))
+            for address in sorted(answers)
+        ]
+        return _together(list(states.values())), named
 
 
 def _end(context: grpc.aio.ServicerContext, refusal: Refusal) -> None:
@@ -146,6 +170,24 @@ def _state(state: session_pb2.GetStateResponse) -> pb.SchedulerState:
         prefill_tokens_per_s=state.prefill_tokens_per_s,
         swap_blocks_per_s=state.swap_blocks_per_s,
     )
+
+
+def _together(states: Sequence[pb.SchedulerState]) -> pb.SchedulerState:
+    """Counts and rates of several schedulers added up."""
+    whole = pb.SchedulerState()
+    for state in states:
+        _add(whole, state)
+    whole.serving = any(state.serving for state in states)
+    whole.last_step_ms = max(state.last_step_ms for state in states)
+    return whole
+
+
+def _add(whole: Message, part: Message) -> None:
+    for field, value in part.ListFields():
+        if isinstance(value, Message):
+            _add(getattr(whole, field.name), value)
+        elif not isinstance(value, bool):
+            setattr(whole, field.name, getattr(whole, field.name) + value)
 
 
 def _explanation(facts: session_pb2.ExplainResponse) -> pb.ExplainRequestResponse:

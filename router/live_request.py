@@ -125,15 +125,14 @@ class LiveRequest:
 
     Where more sequences are sampled than answered (best_of), all are held back until the last has ended.
 
-    Attributes:
-        num_taken: messages with outputs that were taken.
-
     Args:
         handle: its number on the session.
         on_stop: called with a sequence in whose text a stop string was found.
         trace: the span that the request is part of, for the scheduler.
 
     Attributes:
+        num_taken: messages with outputs that were taken.
+        deadline: when its client stops waiting, by time.monotonic; None for never.
         stats: what the scheduler told with the end of a sequence; None before the first.
     """
 
@@ -151,10 +150,12 @@ class LiveRequest:
         self.request = request
         self.streams = [OutputStream(index, request, tokenizer) for index in range(request.num_sequences)]
         self.finished = False
+        self.deadline: float | None = None
         self.ttft_ms = 0.0
         self.num_taken = 0
         self.stats: session_pb2.RequestStats | None = None
         self.trace = trace
+        self._tokenizer = tokenizer
         self._arrival = arrival
         self._on_stop = on_stop
         self._clock = clock
@@ -231,6 +232,13 @@ class LiveRequest:
         """Sends a sign of life, unless there is output to send."""
         self._heartbeat = heartbeat
         self._filled.set()
+
+    def restart(self) -> None:
+        """Forgets what was computed, so that another scheduler can begin anew; only while nothing is told."""
+        assert not self.has_told
+        if self.num_tokens:  # else there is nothing to forget, and an echo may have been told
+            self.streams = [OutputStream(stream.index, self.request, self._tokenizer) for stream in self.streams]
+            self.ttft_ms, self.stats = 0.0, None
 
     async def take(self) -> tuple[pb.GenerateResponse, bool]:
         """The next message to the client as soon as there is one, and whether it is the last.

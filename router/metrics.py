@@ -1,6 +1,6 @@
-"""What the router exports to Prometheus: latencies as clients see them, and its scheduler's load for gateways.
+"""What the router exports to Prometheus: latencies as clients see them, and its schedulers' load for gateways.
 
-The load is what the scheduler told last, at most a second old, and is left out while there is no scheduler.
+The load is what the schedulers told last, at most a second old, added up, and is left out while there is none.
 """
 
 from collections.abc import Callable
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from protos import session_pb2
 from protos.metrics import Metric
 from router.calls import ClientCalls
-from router.scheduler_link import SchedulerLink
+from router.schedulers import Schedulers, load_of
 
 
-def metrics_of(link: SchedulerLink, calls: ClientCalls) -> list[Metric]:
+def metrics_of(schedulers: Schedulers, calls: ClientCalls) -> list[Metric]:
     """All of them."""
     return [
-        *_load(link),
+        *_load(schedulers),
         Metric(
             "pagewire_num_requests_live",
             "gauge",
             "Requests that this router answers.",
-            lambda: link.num_live,
+            lambda: schedulers.num_live,
         ),
         Metric(
             "pagewire_time_to_first_token_seconds",
@@ -61,17 +61,22 @@ def metrics_of(link: SchedulerLink, calls: ClientCalls) -> list[Metric]:
     ]
 
 
-def _load(link: SchedulerLink) -> list[Metric]:
+def _load(schedulers: Schedulers) -> list[Metric]:
     def of_load(read: Callable[[session_pb2.Load], float]) -> Callable[[], float | None]:
-        return lambda: read(link.load) if link.connected else None
+        def sum_up() -> float | None:
+            links = schedulers.heard
+            return read(load_of(links)) if links else None
+
+        return sum_up
 
     def cache_config() -> dict[str, str] | None:
-        if link.welcome is None:
+        if schedulers.welcome is None:
             return None
-        model = link.welcome.model
+        model = schedulers.welcome.model
+        blocks = [link.welcome.model.num_blocks for link in schedulers.heard if link.welcome]
         return {
             "block_size": str(model.block_size),
-            "num_gpu_blocks": str(model.num_blocks),
+            "num_gpu_blocks": str(sum(blocks) if blocks else model.num_blocks),
             "cache_dtype": model.kv_dtype,
         }
 
@@ -79,36 +84,36 @@ def _load(link: SchedulerLink) -> list[Metric]:
         Metric(
             "pagewire_num_requests_waiting",
             "gauge",
-            "Requests that wait at the scheduler, of all its routers.",
+            "Requests that wait at this router's schedulers, of all their routers.",
             of_load(lambda load: load.num_waiting),
             aliases=("vllm:num_requests_waiting",),
         ),
         Metric(
             "pagewire_num_requests_running",
             "gauge",
-            "Requests that hold blocks at the scheduler, of all its routers.",
+            "Requests that hold blocks at this router's schedulers, of all their routers.",
             of_load(lambda load: load.num_running),
             aliases=("vllm:num_requests_running",),
         ),
         Metric(
             "pagewire_num_requests_swapped",
             "gauge",
-            "Requests whose blocks are in the swap pool, of all the scheduler's routers.",
+            "Requests whose blocks are in the swap pools, of all the schedulers' routers.",
             of_load(lambda load: load.num_swapped),
             aliases=("vllm:num_requests_swapped",),
         ),
         Metric(
             "pagewire_kv_cache_usage_ratio",
             "gauge",
-            "Share of the scheduler's KV blocks that requests hold, 0 to 1.",
+            "Share of the schedulers' KV blocks that requests hold, 0 to 1.",
             of_load(lambda load: load.kv_usage),
             aliases=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
         ),
         Metric(
             "pagewire_scheduler_connected",
             "gauge",
-            "1 while there is a session with the scheduler; the four above are there only then.",
-            lambda: int(link.connected),
+            "Schedulers with which there is a session; the four above are there only while there is one.",
+            lambda: len(schedulers.heard),
         ),
         Metric(
             "pagewire_cache_config_info",

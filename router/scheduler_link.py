@@ -1,7 +1,6 @@
 """The router's end of its one stream to a scheduler, through broken connections and restarts of the other side."""
 
 import asyncio
-import itertools
 import logging
 import secrets
 import time
@@ -15,7 +14,6 @@ from protos.columns import pack, unpack
 from protos.errors import Refusal, code_from_number, unavailable
 from protos.logprobs import LogprobReader, Logprobs
 from protos.session_pb2_grpc import SessionServiceStub
-from protos.tls import ClientTls
 from router.live_request import LiveRequest, OutputStream
 
 _RECONNECT_DELAY_S = 0.1
@@ -34,27 +32,44 @@ class SchedulerLink:
     """All of this router's requests at one scheduler.
 
     Args:
+        address: where it is dialled.
         stall_s: seconds without a message after which the scheduler counts as stalled; it is asked for one before.
+        on_change: called when `serving` or `welcome` may have changed.
+        on_refused: called with a request that the scheduler does not take, and its refusal.
+        line: to the scheduler.
 
     Attributes:
+        name: its address, as the choice among schedulers takes it.
+        accepted: whether it serves the model that the others do, as `Schedulers` finds.
         welcome: what the scheduler said of itself and its model; None before the first connection.
+        draining: it has said that it goes away.
     """
 
     def __init__(
-        self, address: str, stall_s: float, on_change: Callable[[], None], tls: ClientTls | None = None
+        self,
+        address: str,
+        stall_s: float,
+        on_change: Callable[[], None],
+        on_refused: Callable[[LiveRequest, Refusal], None],
+        line: rpc.Line,
     ) -> None:
+        self.address = address
+        self.name = address.encode()
+        self.accepted = True
         self.welcome: pb.Welcome | None = None
         self.load = pb.Load()
-        self._line = rpc.Line(address, tls)
+        self._line = line
         self._stub = SessionServiceStub(self._line.channel)
         self._router_id = secrets.token_hex(8)
+        self.draining = False
         self._on_change = on_change
-        self._handles = itertools.count(1)
+        self._on_refused = on_refused
         self._live: dict[int, LiveRequest] = {}
-        # When each request's client stops waiting, by our clock; None for never.
-        self._deadlines: dict[int, float | None] = {}
+        # Handles of submissions that the scheduler has not answered, so that its Load does not count them.
+        self._unanswered: set[int] = set()
+        # How many of the live requests its last Load counts.
+        self._num_counted = 0
         self._connected = False
-        self._draining = False
         self._stall_s = stall_s
         # Looks in a row between which nothing was heard. Counted, so that a router that was suspended itself does not
         # blame its scheduler.
@@ -67,7 +82,7 @@ class SchedulerLink:
     @property
     def serving(self) -> bool:
         """Whether a request submitted now would run at once."""
-        return self._connected and self.load.serving and not self._draining and not self._stalled
+        return self._connected and self.load.serving and not self.draining and not self.stalled
 
     @property
     def connected(self) -> bool:
@@ -79,38 +94,34 @@ class SchedulerLink:
         """Requests that have not ended."""
         return len(self._live)
 
-    def labels(self) -> dict[str, str] | None:
-        """Of this router's metrics; None before the first connection."""
-        return None if self.welcome is None else {"model_name": self.welcome.model.model}
-
     @property
-    def _stalled(self) -> bool:
+    def stalled(self) -> bool:
+        """Whether nothing was heard for so long that nobody should wait for it."""
         return self._num_silent_looks > _NUM_LOOKS
 
-    def new_handle(self) -> int:
-        """A number that no other request of this router has."""
-        return next(self._handles)
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait or run at the scheduler: what it said last, and what this router did since."""
+        return max(0, self.load.num_waiting + self.load.num_running + len(self._live) - self._num_counted)
 
-    def submit(self, live: LiveRequest, timeout_s: float | None) -> None:
-        """Sends a request to the scheduler; `timeout_s` is how long its client still waits, None for ever.
+    @property
+    def untold(self) -> list[LiveRequest]:
+        """Live requests whose clients have got nothing yet, so that another scheduler can begin anew with them."""
+        return [live for live in self._live.values() if not live.finished and not live.has_told]
+
+    def submit(self, live: LiveRequest) -> None:
+        """Sends a request to the scheduler.
 
         A scheduler that has lost its worker takes it all the same: it waits there for the next one.
-
-        Raises:
-            Refusal: UNAVAILABLE, there is no scheduler that takes it.
         """
-        if not self._connected or self._draining:
-            raise unavailable("NO_SCHEDULER", "no scheduler is ready; retry")
         self._live[live.handle] = live
-        self._deadlines[live.handle] = None if timeout_s is None else time.monotonic() + timeout_s
         self._send_submit(live)
 
     def release(self, live: LiveRequest) -> None:
         """The request is answered, or its client is gone; in that case its blocks are free within a step."""
-        if self._live.pop(live.handle, None) is not None:
-            del self._deadlines[live.handle]
-            if not live.finished:
-                self._send(pb.SessionRequest(cancel=pb.Cancel(handle=live.handle)))
+        self._unanswered.discard(live.handle)
+        if self._live.pop(live.handle, None) is not None and not live.finished:
+            self._send(pb.SessionRequest(cancel=pb.Cancel(handle=live.handle)))
 
     def stop_sequence(self, handle: int, stream: OutputStream) -> None:
         """A stop string was found in this sequence, and ends with the last of its tokens that count."""
@@ -220,7 +231,7 @@ class SchedulerLink:
             self._outbox.put_nowait(message)
 
     def _send_submit(self, live: LiveRequest) -> None:
-        request, deadline = live.request, self._deadlines[live.handle]
+        request, deadline = live.request, live.deadline
         submit = pb.Submit(
             handle=live.handle,
             request_id=request.scoped_id,
@@ -238,26 +249,31 @@ class SchedulerLink:
             tracestate=live.trace.tracestate if live.trace else "",
             timeout_ms=0 if deadline is None else max(1, int((deadline - time.monotonic()) * 1e3)),
         )
+        self._unanswered.add(live.handle)
         self._send(pb.SessionRequest(submit=submit))
 
     def _receive(self, message: pb.SessionResponse) -> None:
-        was_stalled, self._num_silent_looks = self._stalled, 0
+        was_stalled, self._num_silent_looks = self.stalled, 0
         if was_stalled:
             log.info("the scheduler is heard again")
             self._on_change()
         match message.WhichOneof("message"):
             case "step_outputs":
                 self._on_step_outputs(message.step_outputs)
+            case "accepted":
+                self._unanswered.discard(message.accepted.handle)
             case "rejected":
+                self._unanswered.discard(message.rejected.handle)
                 self._on_rejected(message.rejected)
             case "load":
                 was_serving, self.load = self.serving, message.load
+                self._num_counted = len(self._live) - len(self._unanswered)
                 if was_serving != self.serving:
                     self._on_change()
             case "welcome":
                 self._on_welcome(message.welcome)
             case "drain":
-                self._draining = True
+                self.draining = True
                 self._on_change()
 
     def _on_step_outputs(self, outputs: pb.StepOutputs) -> None:
@@ -292,39 +308,43 @@ class SchedulerLink:
         if live is not None:
             delay_ms = rejected.retry_delay_ms or None
             code = code_from_number(rejected.code)
-            live.fail(Refusal(code, code.name, rejected.message, retry_delay_ms=delay_ms))
+            self._on_refused(live, Refusal(code, code.name, rejected.message, retry_delay_ms=delay_ms))
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:
         log.info("scheduler connected", extra={"model": welcome.model.model, "epoch": welcome.scheduler_epoch})
         self.welcome = welcome
         self._connected = True
-        self._draining = False
+        self.draining = False
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
+        self._unanswered.clear()
+        self._on_change()  # which says whether this scheduler is accepted
         for handle in self._resumed - self._live.keys():  # their clients left between Hello and Welcome
             self._send(pb.SessionRequest(cancel=pb.Cancel(handle=handle)))
         unknown = set(unpack(welcome.unknown_handles))
         for handle, live in list(self._live.items()):
             if live.finished:  # its last message is on its way to the client
                 continue
-            if handle in unknown and live.num_tokens == 0:
+            if not self.accepted:
+                live.fail(_lost(live, "its scheduler came back with another model"))
+            elif handle in unknown and not live.has_told:
+                live.restart()
                 self._send_submit(live)
             elif handle in unknown:
                 live.fail(_lost(live, "the scheduler does not know of it any more"))
             for stream in live.streams:
                 if stream.stopped and not stream.ended:
                     self.stop_sequence(handle, stream)
-        self._on_change()
 
     def _disconnected(self) -> None:
         if not self._connected:
             return
         self._connected = False
         self.load = pb.Load()
-        self._on_change()
         assert self.welcome is not None
         self._lease = asyncio.get_running_loop().call_later(self.welcome.lease_ms / 1e3, self._end_lease)
+        self._on_change()
 
     def _end_lease(self) -> None:
         for live in self._live.values():

@@ -28,7 +28,8 @@ from router.config import RouterSettings
 from router.heartbeats import Heartbeats
 from router.limits import Permit, TenantLimits
 from router.live_request import LiveRequest
-from router.scheduler_link import SchedulerLink
+from router.load_reports import LoadMeter
+from router.schedulers import Schedulers
 from router.tenants import Tenant, Tenants
 from router.tokenizer import ChatTemplateError, Tokenizer
 
@@ -39,20 +40,26 @@ _TURNED_AWAY = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 
 
 class GenerationService:
-    """Serves one model through one scheduler."""
+    """Serves one model.
+
+    Args:
+        meter: gives the trailers of calls; None for none.
+    """
 
     def __init__(
         self,
         settings: RouterSettings,
         tokenizer: Tokenizer,
-        link: SchedulerLink,
+        schedulers: Schedulers,
         tenants: Tenants,
         calls: ClientCalls,
+        meter: LoadMeter | None,
     ) -> None:
+        self.meter = meter
         self._settings = settings
         self._tokenizer = tokenizer
-        self._link = link
-        self.heartbeats = Heartbeats(link, settings.heartbeat_s)
+        self._schedulers = schedulers
+        self.heartbeats = Heartbeats(schedulers, settings.heartbeat_s)
         self._tenants = tenants
         self._calls = calls
         self._tenant_limits = TenantLimits()
@@ -183,16 +190,16 @@ class GenerationService:
             checked = resolve(request, request_id, prompt_token_ids, text if request.output.echo else "", model)
             checked = self._of_tenant(checked, tenant)
             self._tenant_limits.charge_prompt(permit, len(prompt_token_ids))
-            handle = self._link.new_handle()
+            handle = self._schedulers.new_handle()
             live = LiveRequest(
                 handle,
                 checked,
                 self._tokenizer,
                 call.arrival,
-                on_stop=lambda stream: self._link.stop_sequence(handle, stream),
+                on_stop=lambda stream: self._schedulers.stop_sequence(handle, stream),
                 trace=call.trace,
             )
-            self._link.submit(live, context.time_remaining())
+            self._schedulers.submit(live, context.time_remaining())
         except BaseException:
             del self._live[scoped_id]
             self._tenant_limits.cancel(permit)
@@ -207,7 +214,7 @@ class GenerationService:
             self._tenant_limits.cancel(permit)
         else:
             self._tenant_limits.leave(permit, live.num_tokens)
-        self._link.release(live)
+        self._schedulers.release(live)
 
     def _new_id(self, tenant: Tenant, header_id: str) -> str:
         """An id for a request that brings none: its x-request-id, made unique where several requests share one."""
@@ -252,9 +259,9 @@ class GenerationService:
             raise invalid_argument([Violation("chat", str(error))]) from error
 
     def _welcome(self) -> session_pb2.Welcome:
-        if self._link.welcome is None:
+        if self._schedulers.welcome is None:
             raise unavailable("NO_SCHEDULER", "the model is still loading; retry")
-        return self._link.welcome
+        return self._schedulers.welcome
 
     def _model(self) -> ServedModel:
         welcome = self._welcome()
@@ -285,6 +292,8 @@ class _Admission:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._service.release(self._live, error)
+        if self._service.meter is not None:
+            self._context.set_trailing_metadata(self._service.meter.count())
 
 
 async def _tell_id(live: LiveRequest, context: grpc.aio.ServicerContext) -> None:

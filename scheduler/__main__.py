@@ -30,7 +30,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     name = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
     server = Server([Service(name, add_SessionServiceServicer_to_server, service)])
     metrics = telemetry.serve_metrics(settings, metrics_of(loop, observer), loop.labels, server.calls)
-    await server.start(settings.listen, settings.server_tls)
+    await server.start(settings.listen, tls=settings.server_tls)
     log.info("listening", extra={"address": settings.listen, "worker": settings.worker})
     tasks = [
         asyncio.create_task(loop.run()),

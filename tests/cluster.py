@@ -1,6 +1,7 @@
 """Real router and scheduler processes on TCP for tests of other people's tools, with a worker that answers at once.
 
-What it says is `fakes.TEXT`, again and again. Every process is ended with SIGTERM and asked for exit code 0.
+What it says is `fakes.TEXT` unless told otherwise, again and again. Every process is ended with SIGTERM and asked for
+exit code 0.
 """
 
 import contextlib
@@ -8,7 +9,7 @@ import json
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,12 +33,13 @@ def free_port() -> int:
 
 @dataclass
 class Cluster:
-    """One worker, one scheduler, any number of routers by their ports."""
+    """Any number of schedulers, a worker for each, and any number of routers by their ports."""
 
     directory: str
     step_ms: float = 0
-    worker: Service = field(init=False)
-    scheduler: Service = field(init=False)
+    text: str = TEXT
+    workers: dict[int, Service] = field(default_factory=dict)
+    schedulers: dict[int, Service] = field(default_factory=dict)
     routers: dict[int, Service] = field(default_factory=dict)
 
     @property
@@ -45,63 +47,89 @@ class Cluster:
         """The address of the first router."""
         return f"127.0.0.1:{next(iter(self.routers))}"
 
-    def start_worker(self) -> None:
-        """Starts the worker, without waiting for it."""
-        text = Path(self.directory, "text.json")
-        text.write_text(json.dumps(list(TEXT.encode())))
-        script = ("--text", str(text), "--vocabulary-size", str(VOCABULARY_SIZE), "--step-ms", str(self.step_ms))
-        address = f"unix:{self.directory}/worker"
-        self.worker = Service("bench.instant_worker", "--listen", address, *script, directory=self.directory)
+    @property
+    def worker(self) -> Service:
+        """The first one."""
+        return self.workers[0]
 
-    def start_scheduler(self, *options: str) -> None:
-        """Starts the scheduler, without waiting for it."""
-        addresses = ("--listen", f"unix:{self.directory}/scheduler", "--worker", f"unix:{self.directory}/worker")
-        self.scheduler = Service("scheduler", *addresses, *options, directory=self.directory)
+    @property
+    def scheduler(self) -> Service:
+        """The first one."""
+        return self.schedulers[0]
+
+    def start_worker(self, index: int = 0) -> None:
+        """Starts a scheduler's worker, without waiting for it."""
+        text = Path(self.directory, "text.json")
+        text.write_text(json.dumps(list(self.text.encode())))
+        script = ("--text", str(text), "--vocabulary-size", str(VOCABULARY_SIZE), "--step-ms", str(self.step_ms))
+        address = f"unix:{self.directory}/worker{index}"
+        self.workers[index] = Service("bench.instant_worker", "--listen", address, *script, directory=self.directory)
+
+    def scheduler_address(self, index: int) -> str:
+        return f"unix:{self.directory}/scheduler{index}"
+
+    def start_scheduler(self, index: int = 0, *options: str) -> None:
+        """Starts a scheduler, without waiting for it."""
+        addresses = ("--listen", self.scheduler_address(index), "--worker", f"unix:{self.directory}/worker{index}")
+        self.schedulers[index] = Service("scheduler", *addresses, *options, directory=self.directory)
 
     def start_router(self, port: int, *options: str, scheduler: str | None = None) -> None:
         """Starts a router, without waiting for it."""
+        everyone = ",".join(map(self.scheduler_address, self.schedulers))
         self.routers[port] = Service(
             "router",
-            *("--listen", f"127.0.0.1:{port}", "--scheduler", scheduler or f"unix:{self.directory}/scheduler"),
+            *("--listen", f"127.0.0.1:{port}", "--scheduler", scheduler or everyone),
             *("--model", f"{self.directory}/model", "--log-level", "warning", *options),
             directory=self.directory,
         )
 
-    def wait_for_serving(self, port: int) -> None:
-        """Returns when the router says SERVING."""
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    def wait_for_serving(self, address: int | str) -> None:
+        """Returns when the router at a port or address says SERVING."""
+        with grpc.insecure_channel(f"127.0.0.1:{address}" if isinstance(address, int) else address) as channel:
             stub, end = HealthStub(channel), time.monotonic() + START_TIMEOUT_S
             for answer in stub.Watch(HealthCheckRequest(), wait_for_ready=True, timeout=START_TIMEOUT_S):
                 if answer.status == HealthCheckResponse.SERVING:
                     return
                 assert time.monotonic() < end
 
-    def stop_routers(self) -> None:
-        """All at once: each may wait for a while before it ends."""
+    def stop(self) -> None:
+        """From front to back; the routers at once, as each may wait for a while before it ends."""
         with ThreadPoolExecutor() as pool:
             list(pool.map(Service.stop, self.routers.values()))
+        for service in (*self.schedulers.values(), *self.workers.values()):
+            service.stop()
+
+    def states(self) -> introspection_pb2.GetStateResponse:
+        """What the first router says."""
+        with grpc.insecure_channel(self.target) as channel:
+            return IntrospectionServiceStub(channel).GetState(introspection_pb2.GetStateRequest(), timeout=10)
 
     def state(self) -> introspection_pb2.SchedulerState:
-        """The scheduler's own, asked for at the first router."""
-        with grpc.insecure_channel(self.target) as channel:
-            return IntrospectionServiceStub(channel).GetState(introspection_pb2.GetStateRequest(), timeout=10).state
+        """The schedulers' own, asked for at the first router."""
+        return self.states().state
 
 
 @contextlib.contextmanager
 def cluster(
-    *router_options: str, scheduler_options: Sequence[str] = (), num_routers: int = 1, step_ms: float = 0
+    *router_options: str,
+    num_routers: int = 1,
+    num_schedulers: int = 1,
+    scheduler_options: tuple[str, ...] = (),
+    step_ms: float = 0,
+    text: str = TEXT,
 ) -> Iterator[Cluster]:
     """Everything started, and SERVING."""
-    with tempfile.TemporaryDirectory(prefix="pw") as directory, contextlib.ExitStack() as ends:
+    with tempfile.TemporaryDirectory(prefix="pw") as directory:
         write_tokenizer(Path(directory, "model"))
-        running = Cluster(directory, step_ms)
-        running.start_worker()
-        ends.callback(lambda: running.worker.stop())
-        running.start_scheduler(*scheduler_options)
-        ends.callback(lambda: running.scheduler.stop())
-        ends.callback(running.stop_routers)
-        for port in [free_port() for _ in range(num_routers)]:
-            running.start_router(port, *router_options)
-        for port in running.routers:
-            running.wait_for_serving(port)
-        yield running
+        running = Cluster(directory, step_ms, text)
+        try:
+            for index in range(num_schedulers):
+                running.start_worker(index)
+                running.start_scheduler(index, *scheduler_options)
+            for port in [free_port() for _ in range(num_routers)]:
+                running.start_router(port, *router_options)
+            for port in running.routers:
+                running.wait_for_serving(port)
+            yield running
+        finally:
+            running.stop()

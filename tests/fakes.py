@@ -290,7 +290,7 @@ def request(prompt: str = "p", **stop: object) -> pb.GenerateRequest:
 async def start_worker(worker: FakeWorker, address: str, tls: ServerTls | None = None) -> Server:
     name = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
     server = Server([Service(name, add_WorkerServiceServicer_to_server, worker)])
-    await server.start(address, tls)
+    await server.start(address, tls=tls)
     await server.set_serving(True)
     return server
 

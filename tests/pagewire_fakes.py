@@ -155,16 +155,21 @@ def serving(
     address: str = "127.0.0.1:0",
     introspection: FakeIntrospection | None = None,
     tls: ServerTls | None = None,
+    *,
+    share_port: bool = False,
 ) -> Iterator[str]:
     """Serves a fake with health, and another of the introspection service if given; gives their address."""
-    server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
+    server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", int(share_port))])
     servicer = health.HealthServicer()
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     add_GenerationServiceServicer_to_server(fake, server)
     if introspection is not None:
         add_IntrospectionServiceServicer_to_server(introspection, server)
-    port = server.add_secure_port(address, tls.credentials()) if tls else server.add_insecure_port(address)
+    port, *_ = [
+        server.add_secure_port(each, tls.credentials()) if tls else server.add_insecure_port(each)
+        for each in address.split(",")
+    ]
     server.start()
     try:
         yield address if address.startswith("unix:") else f"127.0.0.1:{port}"
@@ -183,7 +188,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--listen")
     for option in ("--journal", "--tls-certificate", "--tls-key"):
         parser.add_argument(option, type=Path)
-    for flag in ("--die", "--bad-option", "--stubborn", "--mute"):
+    for flag in ("--die", "--bad-option", "--stubborn", "--mute", "--share-port"):
         parser.add_argument(flag, action="store_true")
     given, _ = parser.parse_known_args(arguments)
     name = given.name
@@ -203,7 +208,8 @@ def main(arguments: list[str]) -> None:
     # Before gRPC's threads exist, so that none of them takes the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     tls = ServerTls(given.tls_certificate, given.tls_key) if given.tls_certificate else None
-    with nullcontext() if given.mute else serving(FakeGeneration(), given.listen, tls=tls):
+    serve = serving(FakeGeneration(), given.listen, tls=tls, share_port=given.share_port)
+    with nullcontext() if given.mute else serve:
         note("start")
         while True:
             signal.sigwait({signal.SIGTERM})

@@ -1,4 +1,4 @@
-"""A scheduler that says what a test tells it to, and a real router in front of it."""
+"""Schedulers that say what a test tells them to, and a real router in front of them."""
 
 import asyncio
 import contextlib
@@ -12,12 +12,13 @@ from fakes import CONTEXT_LENGTH, VOCABULARY_SIZE, running, write_tokenizer
 
 import router.__main__ as router_main
 from protos import session_pb2
-from protos.columns import pack
+from protos.columns import pack, unpack
 from protos.errors import Refusal
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 from protos.rpc import Server, Service, dial, wait_for_serving
 from protos.session_pb2_grpc import SessionServiceServicer, add_SessionServiceServicer_to_server
+from protos.tls import ServerTls
 from router.config import RouterSettings
 from router.tokenizer import Tokenizer
 
@@ -37,28 +38,43 @@ class FakeScheduler(SessionServiceServicer):
     """Welcomes one router, and keeps what it sends.
 
     Attributes:
+        model: what it says that it serves.
+        num_blocks: of its KV cache.
+        is_silent: whether it answers no pings.
         heard: Submit, StopSequence and Cancel messages, in order.
         state: what GetState answers; None for no answer.
         explanations: what Explain answers, by request id.
+        position: what Locate answers for every request: its place in the queue.
     """
 
+    model: str = "fake"
+    num_blocks: int = 64
+    is_silent: bool = False
     heard: "asyncio.Queue[session_pb2.SessionRequest]" = field(default_factory=asyncio.Queue)
     state: session_pb2.GetStateResponse | None = field(default_factory=session_pb2.GetStateResponse)
     explanations: dict[str, session_pb2.ExplainResponse] = field(default_factory=dict)
+    position: int = 0
     num_states: int = 0
 
     async def Session(self, requests, context):
         await context.read()
         self._context = context
-        model = session_pb2.ModelInfo(model="fake", context_length=CONTEXT_LENGTH, vocabulary_size=VOCABULARY_SIZE)
+        model = session_pb2.ModelInfo(
+            model=self.model,
+            context_length=CONTEXT_LENGTH,
+            vocabulary_size=VOCABULARY_SIZE,
+            block_size=4,
+            num_blocks=self.num_blocks,
+        )
         welcome = session_pb2.Welcome(
             scheduler_epoch=1, lease_ms=1000, model=model, limits=session_pb2.Limits(max_num_seqs=8)
         )
         await context.write(session_pb2.SessionResponse(welcome=welcome))
-        await context.write(session_pb2.SessionResponse(load=session_pb2.Load(serving=True)))
+        await self.tell_load(serving=True)
         while (message := await context.read()) is not grpc.aio.EOF:
             if message.HasField("ping"):
-                await context.write(session_pb2.SessionResponse(pong=session_pb2.Pong()))
+                if not self.is_silent:
+                    await context.write(session_pb2.SessionResponse(pong=session_pb2.Pong()))
             else:
                 self.heard.put_nowait(message)
 
@@ -73,14 +89,31 @@ class FakeScheduler(SessionServiceServicer):
             raise Refusal(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", "not live")
         return self.explanations[request.request_id]
 
+    async def Locate(self, request, context):
+        num_asked = len(unpack(request.handles))
+        statuses, positions = [session_pb2.STATUS_WAITING] * num_asked, [self.position] * num_asked
+        return session_pb2.LocateResponse(statuses=pack(statuses), positions=pack(positions))
+
     async def submitted(self) -> session_pb2.Submit:
         return (await self.heard.get()).submit
 
-    async def tell(self, tokens: dict[int, bytes] | None = None, *ends: session_pb2.Finished, first: int = 0) -> None:
+    async def tell_load(self, **load: object) -> None:
+        await self._context.write(session_pb2.SessionResponse(load=session_pb2.Load(**load)))
+
+    async def drain(self) -> None:
+        await self._context.write(session_pb2.SessionResponse(drain=session_pb2.Drain()))
+
+    async def tell(
+        self,
+        tokens: dict[int, bytes] | None = None,
+        *ends: session_pb2.Finished,
+        first: int = 0,
+        handle: int = 1,
+    ) -> None:
         """Tells of a step: new tokens by sequence index, all from output index `first` on, and ends."""
         tokens = tokens or {}
         outputs = session_pb2.StepOutputs(
-            handles=pack([1] * len(tokens)),
+            handles=pack([handle] * len(tokens)),
             sequence_indexes=pack(tokens),
             first_indexes=pack([first] * len(tokens)),
             counts=pack(map(len, tokens.values())),
@@ -96,33 +129,50 @@ class FakeScheduler(SessionServiceServicer):
 
 @dataclass
 class RouterAlone:
-    """A real router that serves, and the scripted scheduler behind it."""
+    """A real router that serves, and the scripted schedulers behind it."""
 
-    scheduler: FakeScheduler
-    scheduler_server: Server
+    schedulers: tuple[FakeScheduler, ...]
+    servers: list[Server]
     generation: GenerationServiceStub
     introspection: IntrospectionServiceStub
     stop: asyncio.Event
+    address: str
+
+    @property
+    def scheduler(self) -> FakeScheduler:
+        return self.schedulers[0]
+
+    @property
+    def scheduler_server(self) -> Server:
+        return self.servers[0]
 
 
 @contextlib.asynccontextmanager
-async def router_alone(**options: object) -> AsyncIterator[RouterAlone]:
+async def router_alone(*schedulers: FakeScheduler, **options: object) -> AsyncIterator[RouterAlone]:
     """A router that has been welcomed. It drains for a minute at most, which no test waits for."""
-    scheduler = FakeScheduler()
-    name = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
+    schedulers = schedulers or (FakeScheduler(),)
     with tempfile.TemporaryDirectory(prefix="pw") as directory:
         tokenizer = Tokenizer(write_tokenizer(Path(directory) / "model"))
-        addresses = {"listen": f"unix:{directory}/r", "scheduler": f"unix:{directory}/s"}
-        settings = RouterSettings(model=directory, drain_grace_s=60.0, **(addresses | options))
-        server = Server([Service(name, add_SessionServiceServicer_to_server, scheduler)])
-        await server.start(addresses["scheduler"])
+        behind = [f"unix:{directory}/s{index}" for index in range(len(schedulers))]
+        defaults = {"listen": f"unix:{directory}/r", "scheduler": ",".join(behind), "drain_grace_s": 60.0}
+        settings = RouterSettings(model=directory, **(defaults | options))
+        servers = [await start_scheduler(*pair) for pair in zip(schedulers, behind, strict=True)]
         try:
             async with (
-                dial((addresses | options)["listen"]) as channel,
+                dial(settings.listen) as channel,
                 running(lambda stop: router_main.serve(settings, tokenizer, stop)) as stop,
             ):
                 await wait_for_serving(channel)
                 generation, introspection = GenerationServiceStub(channel), IntrospectionServiceStub(channel)
-                yield RouterAlone(scheduler, server, generation, introspection, stop)
+                yield RouterAlone(schedulers, servers, generation, introspection, stop, settings.listen)
         finally:
-            await server.stop(0)
+            for server in servers:
+                await server.stop(0)
+
+
+async def start_scheduler(scheduler: FakeScheduler, address: str, tls: ServerTls | None = None) -> Server:
+    """Lets a scheduler be dialled."""
+    name = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
+    server = Server([Service(name, add_SessionServiceServicer_to_server, scheduler)])
+    await server.start(address, tls=tls)
+    return server

@@ -17,7 +17,7 @@ def reasons_in(path: Path) -> set[str]:
     """Reasons that a file gives to its errors, and codes the scheduler rejects with, whose names a router repeats."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Refusal", "unavailable"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Refusal", "unavailable", "_broken_off"):
             texts = [word.value for word in node.args[:2] if isinstance(word, ast.Constant)]
             found |= {text for text in texts if REASON.fullmatch(text)}
         code = ast.unparse(node) if isinstance(node, ast.Attribute) else ""

@@ -109,12 +109,17 @@ async def test_what_is_no_grpc_is_refused_with_the_reason(plane, data, code, wor
         (b"y-bin", b"/////w=="),
         (b"y", b""),
         (b"traceparent", b"\xff" * 55),
-        (b"x-request-id", b"\n"),
     ],
 )
 async def test_odd_metadata_hurts_no_call(plane, pair):
     code, message = await status_of(plane, call(COMPLETE, pair))
     assert (code, message) in [(OK, "")] or (code == INTERNAL and "metadata" in message)
+
+
+async def test_an_odd_request_id_is_refused_by_name(plane):
+    code, message = await status_of(plane, call(COMPLETE, (b"x-request-id", b"\n")))
+    assert code == INVALID_ARGUMENT
+    assert "x-request-id" in message
 
 
 async def test_calls_reset_as_fast_as_they_open_leave_nothing(plane):

@@ -67,6 +67,7 @@ def test_list_shows_our_services_and_the_well_known_ones(running):
         "grpc.reflection.v1alpha.ServerReflection",
         "pagewire.v1.GenerationService",
         "pagewire.v1.IntrospectionService",
+        "xds.service.orca.v3.OpenRcaService",
     ]
 
 

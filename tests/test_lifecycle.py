@@ -36,7 +36,11 @@ def asked(max_tokens: int) -> pb.GenerateRequest:
 
 
 async def text_of(call) -> str:
-    return "".join([message.outputs[0].text async for message in call])
+    """All that is still to come; by `read`, as what came before was."""
+    text = ""
+    while (message := await call.read()) is not grpc.aio.EOF:
+        text += message.outputs[0].text
+    return text
 
 
 def open_channel(target: str) -> grpc.aio.Channel:
@@ -74,7 +78,7 @@ def site() -> Iterator[Cluster]:
 @contextlib.asynccontextmanager
 async def watched(site: Cluster) -> AsyncIterator[tuple[GenerationServiceStub, Health, Health]]:
     """A client, and the health of router and scheduler as told by Watch, SERVING."""
-    async with open_channel(site.target) as channel, open_channel(f"unix:{site.directory}/scheduler") as scheduler:
+    async with open_channel(site.target) as channel, open_channel(site.scheduler_address(0)) as scheduler:
         healths = Health(channel), Health(scheduler)
         for health in healths:
             await health.becomes(serving=True)

@@ -16,6 +16,7 @@ import pytest
 from fakes import FakeWorker, request
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_strictly
 from prometheus_client.parser import text_string_to_metric_families as parse
+from router_fakes import FakeScheduler, router_alone
 
 from pagewire.launch import free_port
 from protos.calls import Calls
@@ -24,8 +25,9 @@ from protos.histogram import Histogram
 from protos.metrics import Exporter, Metric
 from protos.metrics_server import MetricsServer
 from router.calls import ClientCalls
+from router.config import RouterSettings
 from router.metrics import metrics_of as router_metrics
-from router.scheduler_link import SchedulerLink
+from router.schedulers import Schedulers
 from scheduler.config import SchedulerSettings
 from scheduler.loop import SchedulerLoop
 from scheduler.metrics import metrics_of as scheduler_metrics
@@ -156,6 +158,28 @@ async def test_the_router_has_no_gauges_of_a_scheduler_it_does_not_hear():
             await asyncio.sleep(0.05)
 
 
+async def test_the_gauges_of_several_schedulers_are_added_up_and_their_caches_taken_as_one():
+    scrapes, schedulers = Scrapes(), (FakeScheduler(num_blocks=64), FakeScheduler(num_blocks=192))
+    loads = {"num_waiting": 1, "num_running": 2, "kv_usage": 0.5}, {"num_running": 3, "kv_usage": 0.25}
+    async with router_alone(*schedulers, metrics_listen=f"127.0.0.1:{scrapes.router}") as plane:
+
+        async def until_hearing(number: int) -> dict[tuple[str, ...], float]:
+            while (values := await scrapes.values(scrapes.router)).get(("pagewire_scheduler_connected",)) != number:
+                await asyncio.sleep(0.01)
+            return values
+
+        await until_hearing(2)
+        for scheduler, load in zip(schedulers, loads, strict=True):
+            await scheduler.tell_load(serving=True, **load)
+        while (values := await scrapes.values(scrapes.router))["vllm:num_requests_running",] != 2 + 3:
+            await asyncio.sleep(0.01)
+        assert values["vllm:num_requests_waiting",] == 1
+        assert values["pagewire_kv_cache_usage_ratio",] == pytest.approx((32 + 48) / 256)
+        assert 'num_gpu_blocks="256"' in await scrapes.text(scrapes.router)
+        await plane.servers[0].stop(0)
+        assert (await until_hearing(1))["pagewire_kv_cache_usage_ratio",] == pytest.approx(0.25)
+
+
 async def test_refusals_cancellations_and_deadlines_are_counted_by_what_they_are():
     worker = FakeWorker()
     async with scraped_plane(worker, max_num_seqs=1, max_waiting_requests=1) as (plane, scrapes):
@@ -265,7 +289,7 @@ def _loop(observer: Observer) -> SchedulerLoop:
 async def test_the_documentation_lists_every_metric_with_its_kind_and_its_aliases():
     observer = Observer()
     services = {
-        "router": router_metrics(SchedulerLink("unix:/nowhere", lambda: None), ClientCalls()),
+        "router": router_metrics(Schedulers(RouterSettings(model="none"), lambda: None), ClientCalls()),
         "scheduler": scheduler_metrics(_loop(observer), observer),
         "worker": WorkerObserver().metrics(),
     }

@@ -14,7 +14,7 @@ import pytest
 from authority import Authority
 
 from pagewire import background, health, state
-from pagewire.cluster import Cluster, LaunchError, RestartPolicy, ServiceProcess
+from pagewire.cluster import Cluster, LaunchError, RestartPolicy, ServiceProcess, stages
 from pagewire.launch import LaunchOptions, Setting, check_free, free_port, services, shared_settings
 from pagewire.processes import environment, module_command, start_ticks, uptime_s, with_descendants
 
@@ -194,6 +194,18 @@ def test_options_reach_the_services_that_they_are_for():
     assert router.address == "127.0.0.1:7000"
 
 
+def test_several_routers_share_the_port_and_have_a_socket_each():
+    options = LaunchOptions("/m", port=7000, routers=2, settings=(Setting.parse("router.log-format=json"),))
+    chain = services(options, "/d")
+    assert [service.name for service in chain] == ["worker", "scheduler", "router-1", "router-2"]
+    assert [service.name for service in stages(chain)[-1]] == ["router-1", "router-2"]
+    assert chain[3].address == "unix:/d/router-2.sock"
+    assert " ".join(chain[3].command[2:]) == (
+        "-m router --listen 127.0.0.1:7000,unix:/d/router-2.sock --share-port"
+        " --scheduler unix:/d/scheduler.sock --model /m --log-format=json"
+    )
+
+
 def test_a_service_may_take_as_long_to_stop_as_it_was_told_to_drain():
     options = LaunchOptions("/m", settings=(Setting.parse("router.drain-grace-s=5"),))
     assert [service.stop_within_s for service in services(options, "/d")] == [40, 40, 15]
@@ -263,17 +275,41 @@ def test_a_detached_cluster_serves_and_is_shown_and_stopped(home, port):
     assert "nothing runs" in pagewire("down", "--port", port).stdout
 
 
-def test_a_cluster_behind_tls_is_started_and_shown_by_who_trusts_it(home, port):
+@pytest.mark.parametrize("routers", [1, 2])
+def test_a_cluster_behind_tls_is_started_and_shown_by_who_trusts_it(routers, home, port):
     authority = Authority(home)
     certificate, key = authority.issue()
     tls = ("--set", f"router.tls-certificate={certificate}", "--set", f"router.tls-key={key}")
-    up = pagewire("--ca", authority.ca, "up", "--model", home, "--port", port, "--detach", *tls)
+    up = pagewire("--ca", authority.ca, "up", "--model", home, "--port", port, "--detach", "--routers", routers, *tls)
     assert (up.returncode, up.stderr) == (0, "")
     shown = pagewire("--ca", authority.ca, "status", "--port", port)
     assert shown.returncode == 0
-    assert shown.stdout.count("SERVING") == 4, "three services, and where it listens"
+    assert shown.stdout.count("SERVING") == 3 + routers, "all services, and where it listens"
     assert pagewire("status", "--port", port).returncode == 1
     assert pagewire("down", "--port", port).returncode == 0
+
+
+@pytest.mark.parametrize("option", ["metrics-listen", "admin-listen"])
+def test_several_routers_are_not_told_of_one_address_that_they_can_not_share(option):
+    setting = Setting.parse(f"router.{option}=127.0.0.1:9091")
+    LaunchOptions("m", settings=(setting,))
+    with pytest.raises(LaunchError, match=f"router.{option}: 2 routers can not share it; start routers by hand"):
+        LaunchOptions("m", settings=(setting,), routers=2)
+
+
+def test_one_of_several_routers_that_dies_is_started_again_while_the_others_serve(home, port):
+    process, running = started(home, port, "--routers", "3", "--set", f"router.journal={home}/journal")
+    assert sorted(running.service_pids) == ["router-1", "router-2", "router-3", "scheduler", "worker"]
+    assert pagewire("status", "--port", port).stdout.count("SERVING") == 6, "five processes, and the port"
+    pid = running.service_pids["router-2"]
+    os.kill(pid, signal.SIGKILL)
+    assert health.check(f"127.0.0.1:{port}") == health.SERVING
+    wait_for(lambda: (home / "journal").read_text().count("router start") == 4, "another one")
+    assert state.load(port).service_pids["router-2"] != pid
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    assert (home / "journal").read_text().splitlines()[-3:] == ["router stop"] * 3
 
 
 def test_a_detached_cluster_that_cannot_start_shows_the_end_of_its_log(home, port):

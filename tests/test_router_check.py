@@ -225,7 +225,7 @@ def test_a_prompt_so_long_that_its_log_probabilities_fill_no_message_is_refused(
 
 
 def test_log_probabilities_of_an_answer_are_bounded():
-    long = ServedModel("fake", context_length=100_000, vocabulary_size=260, max_n=8, defaults=DEFAULTS)
+    long = ServedModel("fake", context_length=100_000, vocabulary_size=260, max_num_seqs=8, defaults=DEFAULTS)
     request = wanted(output=pb.OutputOptions(logprobs=20), n=8)
     with pytest.raises(Refusal, match="asks for 16799832 with 8 x 99999 tokens; at most 1000000 are told: set stop"):
         resolve(request, "r", [1], "", long)

@@ -168,16 +168,16 @@ class StalledClient:
         pass
 
 
-class Link:
-    """Stands for a link whose scheduler always answers."""
+class OneScheduler:
+    """Stands for the schedulers, of which there is one that always answers."""
 
-    async def get_state(self) -> session_pb2.GetStateResponse:
-        return STATE
+    async def get_states(self) -> dict[str, session_pb2.GetStateResponse]:
+        return {"unix:/s": STATE}
 
 
 async def test_a_watch_that_nobody_reads_ends_with_the_router_and_waits_for_nobody():
     stop, client = asyncio.Event(), StalledClient()
-    service = IntrospectionService(Link(), stop, write_stall_s=60)
+    service = IntrospectionService(OneScheduler(), stop, write_stall_s=60)
     watch = asyncio.create_task(service.WatchState(pb.WatchStateRequest(), client))
     await asyncio.sleep(0.001)
     stop.set()
@@ -186,7 +186,7 @@ async def test_a_watch_that_nobody_reads_ends_with_the_router_and_waits_for_nobo
 
 
 async def test_a_watch_that_nobody_reads_is_given_up():
-    service = IntrospectionService(Link(), asyncio.Event(), write_stall_s=0.01)
+    service = IntrospectionService(OneScheduler(), asyncio.Event(), write_stall_s=0.01)
     with pytest.raises(Refusal, match=r"has read nothing for 0\.01 s"):
         await asyncio.wait_for(service.WatchState(pb.WatchStateRequest(), StalledClient()), 5)
 

@@ -29,6 +29,7 @@ async def serving(say: Say):
 
         handlers = {"Say": grpc.unary_stream_rpc_method_handler(method, bytes, bytes)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pagewire.test", handlers),))
+        server.add_registered_method_handlers("pagewire.test", handlers)
 
     server = rpc.Server([rpc.Service("pagewire.test", add, None)])
     port = await server.start("127.0.0.1:0")

@@ -25,6 +25,8 @@ from protos.pagewire.v1 import introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 from protos.rpc import dial
+from protos.xds.load_service_pb2 import OrcaLoadReportRequest
+from protos.xds.load_service_pb2_grpc import OpenRcaServiceStub
 from router import token_file
 from router.token_file import TokenFile, TokenFileError
 
@@ -73,8 +75,11 @@ async def test_without_a_known_token_nothing_but_health_is_answered(tokens):
             assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, reason)
         for method in ("/grpc.channelz.v1.Channelz/GetServers", "/pagewire.v1.GenerationService/Nothing"):
             call = plane.channel.unary_unary(method)
-            assert (await refusal_of(call(b""))).code is grpc.StatusCode.UNAUTHENTICATED
+            assert (await refusal_of(call(b""))).code is grpc.StatusCode.UNIMPLEMENTED, "there is none, for nobody"
         assert (await plane.generation.Complete(request(max_tokens=3), metadata=bearing("a"))).outputs[0].text
+        reports = OpenRcaServiceStub(plane.channel).StreamCoreMetrics
+        assert (await refusal_of(reports(OrcaLoadReportRequest()).read())).code is grpc.StatusCode.UNAUTHENTICATED
+        await reports(OrcaLoadReportRequest(), metadata=bearing("a")).read()
 
 
 async def test_tokens_are_compared_in_constant_time_with_all_that_are_known(tokens, monkeypatch):

@@ -2,17 +2,21 @@
 
 import asyncio
 import logging
+import socket
 
 import grpc
 import pytest
 from authority import Authority, replace, serial_number, shown_serial_number
 from fakes import FakeWorker, control_plane, request
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from router_fakes import FakeScheduler, router_alone, start_scheduler
 
 from pagewire.launch import free_port
+from protos.pagewire.v1 import introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.rpc import Line, Server, dial, wait_for_serving
 from protos.tls import ClientTls, ServerTls
+from router import schedulers as router_schedulers
 from router.config import RouterSettings
 from scheduler.config import SchedulerSettings
 
@@ -34,7 +38,7 @@ async def serve():
 
     async def start(tls: ServerTls | None) -> int:
         servers.append(Server([]))
-        return await servers[-1].start("127.0.0.1:0", tls)
+        return await servers[-1].start("127.0.0.1:0", tls=tls)
 
     yield start
     for server in servers:
@@ -205,3 +209,37 @@ def test_a_scheduler_names_the_options_of_its_wire_to_the_worker(authority, caps
     with pytest.raises(SystemExit):
         SchedulerSettings.parse("scheduler", ["--worker-tls-key", str(authority.issue("server")[1])])
     assert "--worker-tls-certificate and --worker-tls-key: give both" in capsys.readouterr().err
+
+
+# Schedulers behind a name
+
+
+async def test_schedulers_behind_a_name_show_certificates_for_that_name(authority, monkeypatch, caplog):
+    port, hosts, known = free_port(), ["127.0.0.2"], socket.getaddrinfo
+
+    def lookup(host: str, port: str, *rest: object, **options: object) -> list[tuple]:
+        addresses = hosts if host == "localhost" else [host]
+        return [row for address in addresses for row in known(address, port, *rest, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(router_schedulers, "_LOOKUP_INTERVAL_S", 0.02)
+    # Of localhost, which the router is told, and 127.0.0.1, but not of the addresses that it dials.
+    addresses = [f"127.0.0.{last}:{port}" for last in (2, 3)]
+    servers = [await start_scheduler(FakeScheduler(), address, authority.server()) for address in addresses]
+    for name, connects in (("localhost", True), ("", False), ("other.test", False)):
+        line = Line(addresses[0], authority.client(), name)
+        assert (await line.obstacle() == "") is connects
+        await line.channel.close()
+    async with router_alone(scheduler=f"dns:///localhost:{port}", scheduler_tls_ca=authority.ca) as plane:
+        ca = authority.ca.read_bytes()
+        replace(authority.ca, b"half a file")
+        hosts.append("127.0.0.3")
+        async with asyncio.timeout(10):
+            while "a scheduler can not be dialled yet" not in caplog.text:
+                await asyncio.sleep(0.01)
+        replace(authority.ca, ca)
+        async with asyncio.timeout(10):
+            while len((await plane.introspection.GetState(introspection_pb2.GetStateRequest())).schedulers) < 2:
+                await asyncio.sleep(0.01)
+    for server in servers:
+        await server.stop(0)

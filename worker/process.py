@@ -27,7 +27,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
     name = DESCRIPTOR.services_by_name["WorkerService"].full_name
     server = Server([Service(name, add_WorkerServiceServicer_to_server, service)])
     metrics = telemetry.serve_metrics(settings, observer.metrics(), observer.labels, server.calls)
-    port = await server.start(settings.listen, settings.server_tls)
+    port = await server.start(settings.listen, tls=settings.server_tls)
     log.info("listening", extra={"address": settings.listen, "port": port})
 
     loading = asyncio.ensure_future(service.load(lambda: load_worker(settings)))

@@ -1,0 +1,320 @@
+"""The schedulers behind this router: which there are, which gets a request, and what becomes of it when one is lost.
+
+All serve one model. A request whose client has got nothing yet is not tied to its scheduler: when that is lost, or
+refuses, another one begins anew with it. One whose client has tokens stays, and ends if its scheduler stays away.
+"""
+
+import asyncio
+import itertools
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc
+
+from protos import rpc
+from protos import session_pb2 as pb
+from protos.errors import Refusal, unavailable
+from protos.tls import TlsError
+from router.balance import choose, prefix_key
+from router.config import RouterSettings
+from router.live_request import LiveRequest, OutputStream
+from router.scheduler_link import SchedulerLink
+
+_DNS = "dns:///"
+# How often a name's addresses are looked up.
+_LOOKUP_INTERVAL_S = 5.0
+# Schedulers that a request may be given to, one after the other: it may be what kills them.
+_MAX_PLACES = 3
+_ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Schedulers:
+    """All of this router's requests, at whichever scheduler each is.
+
+    Args:
+        on_change: called when `serving` or `welcome` may have changed.
+
+    Attributes:
+        welcome: what a scheduler said of itself and the model that all serve; None before the first connection.
+    """
+
+    def __init__(self, settings: RouterSettings, on_change: Callable[[], None]) -> None:
+        self.welcome: pb.Welcome | None = None
+        self._targets = settings.scheduler.split(",")
+        self._tls = settings.scheduler_tls
+        self._stall_s = settings.health_stall_s
+        self._max_blocks = settings.affinity_blocks
+        self._slack = settings.load_slack
+        self._on_change = on_change
+        self._handles = itertools.count(1)
+        self._links: dict[str, SchedulerLink] = {}
+        # What all must serve; None before the first connection.
+        self._model: tuple[str, int, int] | None = None
+        # Who gets requests now: those that serve, else those that take what will wait.
+        self._takers: list[SchedulerLink] = []
+        # The schedulers that each live request was given to; the last one has it.
+        self._places: dict[int, list[SchedulerLink]] = {}
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request submitted now would run at once."""
+        return any(link.serving for link in self._takers)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._places)
+
+    @property
+    def takers(self) -> Sequence[SchedulerLink]:
+        """The schedulers that get requests now."""
+        return self._takers
+
+    @property
+    def heard(self) -> Sequence[SchedulerLink]:
+        """The schedulers of the served model with which there is a session now. Any thread may ask."""
+        return [link for link in list(self._links.values()) if link.connected and link.accepted]
+
+    def labels(self) -> dict[str, str] | None:
+        """Of this router's metrics; None before the first connection."""
+        return None if self.welcome is None else {"model_name": self.welcome.model.model}
+
+    def new_handle(self) -> int:
+        """A number that no other request of this router has."""
+        return next(self._handles)
+
+    def submit(self, live: LiveRequest, timeout_s: float | None) -> None:
+        """Sends a request to a scheduler; `timeout_s` is how long its client still waits, None for ever.
+
+        Raises:
+            Refusal: UNAVAILABLE, there is no scheduler that takes it.
+        """
+        link = self._pick(live, self._takers)
+        if link is None:
+            raise unavailable("NO_SCHEDULER", "no scheduler is ready; retry")
+        live.deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._places[live.handle] = [link]
+        link.submit(live)
+
+    def release(self, live: LiveRequest) -> None:
+        """The request is answered, or its client is gone; in that case its blocks are free within a step."""
+        places = self._places.pop(live.handle, None)
+        if places is not None:
+            places[-1].release(live)
+
+    def stop_sequence(self, handle: int, stream: OutputStream) -> None:
+        """A stop string was found in this sequence, and ends with the last of its tokens that count."""
+        if handle in self._places:
+            self._places[handle][-1].stop_sequence(handle, stream)
+
+    async def get_states(self) -> dict[str, pb.GetStateResponse | Refusal]:
+        """Each scheduler's queues and blocks by its address, or why it does not tell."""
+        away = unavailable("NO_SCHEDULER", "the scheduler does not answer: it is away")
+        states: dict[str, pb.GetStateResponse | Refusal] = dict.fromkeys(self._links, away)
+        asked = self._asked()
+        answers = await asyncio.gather(*(_answer(link.get_state()) for link in asked))
+        return states | {link.address: answer for link, answer in zip(asked, answers, strict=True)}
+
+    async def locate(self, handles: Sequence[int]) -> list[tuple[int, int]]:
+        """(session_pb2.Status, place in its scheduler's queue or -1) of each live request; 0 where nobody says."""
+        known = dict.fromkeys(handles, (int(pb.STATUS_UNSPECIFIED), -1))
+        asked = {link: [handle for handle in handles if self._is_at(link, handle)] for link in self._asked()}
+        asked = {link: there for link, there in asked.items() if there}
+        answers = await asyncio.gather(*(link.locate(there) for link, there in asked.items()))
+        for there, answer in zip(asked.values(), answers, strict=True):
+            known.update(zip(there, answer, strict=True))
+        return [known[handle] for handle in handles]
+
+    async def explain(self, scoped_id: str, request_id: str) -> pb.ExplainResponse:
+        """Why a live request, of this router or another, is where it is; the client calls it `request_id`.
+
+        Raises:
+            Refusal: NOT_FOUND, there is no such live request; UNAVAILABLE.
+        """
+        refusals = []
+        answers = await asyncio.gather(*(_answer(link.explain(scoped_id, request_id)) for link in self._asked()))
+        for answer in answers:
+            if not isinstance(answer, Refusal):
+                return answer
+            refusals.append(answer)
+        if not refusals:
+            raise unavailable("NO_SCHEDULER", "no scheduler is connected; retry")
+        # That nobody has it is known only if all have said so.
+        raise next((each for each in refusals if each.code is not grpc.StatusCode.NOT_FOUND), refusals[0])
+
+    def obstacle(self, address: str) -> str:
+        """Why a scheduler gets no requests; empty if it does."""
+        link = self._links.get(address)
+        if link is None or not link.connected:
+            return "not connected"
+        if not link.accepted:
+            assert link.welcome is not None
+            return f"serves another model, {link.welcome.model.model!r}"
+        if link.draining:
+            return "drains"
+        if link.stalled:
+            return "is silent"
+        return "" if link.serving else "has no worker"
+
+    async def run(self) -> None:
+        """Keeps a session to each scheduler, for ever."""
+        async with asyncio.TaskGroup() as group:
+            names = [target.removeprefix(_DNS) for target in self._targets if target.startswith(_DNS)]
+            fixed = [target for target in self._targets if not target.startswith(_DNS)]
+            tasks: dict[str, asyncio.Task[None]] = {}
+            found: dict[str, list[str]] = {}
+            while True:
+                for name in names:
+                    found[name] = await _addresses(name, found.get(name, []))
+                # Whom each one's certificate must name, if not its address.
+                wanted = dict.fromkeys(fixed, "")
+                for name, addresses in found.items():
+                    wanted |= dict.fromkeys(addresses, name.rpartition(":")[0])
+                for address in wanted.keys() - self._links.keys():
+                    try:
+                        link = self._link(address, wanted[address])
+                    except TlsError as error:
+                        if address in fixed:  # at the start
+                            raise
+                        log.warning("a scheduler can not be dialled yet", extra={"error": str(error)})
+                        continue
+                    self._links[address] = link
+                    tasks[address] = group.create_task(link.run())
+                for address in self._links.keys() - wanted.keys():
+                    # A name may be gone for a moment; a session says more.
+                    if not self._links[address].connected and not self._links[address].num_live:
+                        task = tasks.pop(address)
+                        task.cancel()
+                        await asyncio.gather(task, return_exceptions=True)
+                        await self._links.pop(address).close()
+                        self._changed()
+                if not names:
+                    return  # and waits for the links
+                await asyncio.sleep(_LOOKUP_INTERVAL_S)
+
+    def break_off(self) -> None:
+        """Ends what is live with an error: this router is about to go."""
+        for link in self._links.values():
+            link.break_off()
+
+    async def close(self) -> None:
+        """Hangs up."""
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+
+    def _link(self, address: str, server_name: str) -> SchedulerLink:
+        line = rpc.Line(address, self._tls, server_name)
+        return SchedulerLink(address, self._stall_s, self._changed, self._refused, line)
+
+    def _asked(self) -> list[SchedulerLink]:
+        """Whom questions go to: a scheduler that is known to be away would be waited for."""
+        links = list(self._links.values())
+        return links if len(links) == 1 else [link for link in links if link.connected and not link.stalled]
+
+    def _is_at(self, link: SchedulerLink, handle: int) -> bool:
+        return handle in self._places and self._places[handle][-1] is link
+
+    def _pick(self, live: LiveRequest, links: Sequence[SchedulerLink]) -> SchedulerLink | None:
+        if len(links) < 2:
+            return links[0] if links else None
+        assert self.welcome is not None
+        prompt = live.request.prompt_token_ids
+        key = prefix_key(prompt, self.welcome.model.block_size, self._max_blocks, live.request.cache_salt)
+        names, loads = [link.name for link in links], [link.num_queued for link in links]
+        if key is None:
+            return links[choose(live.request.request_id.encode(), names, loads, slack=0.0)]
+        return links[choose(key, names, loads, self._slack)]
+
+    def _move(self, live: LiveRequest) -> bool:
+        """Gives a request of which nothing is told to another scheduler that serves; False where there is none."""
+        places = self._places[live.handle]
+        others = [link for link in self._takers if link.serving and link not in places]
+        link = self._pick(live, others) if len(places) < _MAX_PLACES else None
+        if link is None:
+            return False
+        facts = {"request_id": live.request.request_id, "from": places[-1].address, "to": link.address}
+        log.info("request goes to another scheduler", extra=facts)
+        places[-1].release(live)
+        live.restart()
+        places.append(link)
+        link.submit(live)
+        return True
+
+    def _refused(self, live: LiveRequest, refusal: Refusal) -> None:
+        if refusal.code not in _ELSEWHERE or live.has_told or not self._move(live):
+            live.fail(refusal)
+
+    def _changed(self) -> None:
+        """A scheduler has come, gone, or said something new of itself."""
+        self._compare_models()
+        accepted = [link for link in self._links.values() if link.accepted]
+        serving = [link for link in accepted if link.serving]
+        self._takers = serving or [link for link in accepted if link.connected and not link.draining]
+        if serving:
+            for link in self._links.values():
+                if not link.load.serving or not link.accepted or link.stalled:
+                    for live in link.untold:
+                        self._move(live)
+        self._on_change()
+
+    def _compare_models(self) -> None:
+        """Accepts the schedulers of the model that was served so far, or if there is none any more, of the first one's.
+
+        One that is away counts as what it was: it may come back.
+        """
+        # Those first who are there.
+        known = sorted((link for link in self._links.values() if link.welcome), key=lambda link: not link.connected)
+        models = {link: _model(link.welcome) for link in known if link.welcome}
+        if not models:
+            return
+        if self._model not in models.values():
+            self._model = models[known[0]]
+        for link, model in models.items():
+            if link.accepted and model != self._model:
+                facts = {"scheduler": link.address, "its": model, "ours": self._model}
+                log.error("a scheduler serves another model than the others, and gets no requests", extra=facts)
+            link.accepted = model == self._model
+        self.welcome = next(link.welcome for link in known if link.accepted)
+
+
+def load_of(links: Sequence[SchedulerLink]) -> pb.Load:
+    """What schedulers said last, added up, their KV caches taken as one."""
+    blocks = [link.welcome.model.num_blocks if link.welcome else 0 for link in links]
+    used = sum(link.load.kv_usage * num_blocks for link, num_blocks in zip(links, blocks, strict=True))
+    return pb.Load(
+        serving=any(link.load.serving for link in links),
+        num_waiting=sum(link.load.num_waiting for link in links),
+        num_running=sum(link.load.num_running for link in links),
+        num_swapped=sum(link.load.num_swapped for link in links),
+        kv_usage=used / max(1, sum(blocks)),
+    )
+
+
+def _model(welcome: pb.Welcome) -> tuple[str, int, int]:
+    """What must be equal where requests may go from one scheduler to another."""
+    return welcome.model.model, welcome.model.context_length, welcome.model.vocabulary_size
+
+
+async def _answer(question: Awaitable[T]) -> T | Refusal:
+    try:
+        return await question
+    except Refusal as refusal:
+        return refusal
+
+
+async def _addresses(name: str, before: list[str]) -> list[str]:
+    """All addresses of "host:port"; those from `before` while they can not be looked up."""
+    host, _, port = name.rpartition(":")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        log.warning("the schedulers' name can not be looked up", extra={"host": host, "error": str(error)})
+        return before
+    # A host with addresses of both families is one scheduler.
+    family = min(row[0] for row in found)
+    hosts = sorted({str(row[4][0]) for row in found if row[0] == family})
+    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]

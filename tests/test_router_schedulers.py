@@ -1,0 +1,411 @@
+"""Several schedulers behind a router: who gets a request, and what its client sees when that scheduler goes."""
+
+import asyncio
+import contextlib
+import math
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import pytest
+from cluster import Cluster, cluster, free_port
+from fakes import TEXT
+from router_fakes import FakeScheduler, RouterAlone, finished, router_alone, start_scheduler
+
+from protos import session_pb2
+from protos.pagewire.v1 import generation_pb2 as pb
+from protos.pagewire.v1 import introspection_pb2
+from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
+from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
+from protos.rpc import dial
+from router import schedulers as router_schedulers
+from router.config import RouterSettings
+
+BLOCK_SIZE = 16
+Named = introspection_pb2.NamedScheduler
+
+
+def wanted(prompt: str, max_tokens: int = 9, **options: object) -> pb.GenerateRequest:
+    stop = pb.StopConditions(max_tokens=max_tokens, ignore_eos=True)
+    return pb.GenerateRequest(text=prompt, stop=stop, **options)
+
+
+async def states(plane: RouterAlone) -> introspection_pb2.GetStateResponse:
+    return await plane.introspection.GetState(introspection_pb2.GetStateRequest())
+
+
+async def until(plane: RouterAlone, holds: Callable[[dict[str, Named]], bool]) -> None:
+    """Returns when `holds` for what the router says of its schedulers; the test's own timeout bounds the wait."""
+    while not holds({named.address.rpartition("/")[2]: named for named in (await states(plane)).schedulers}):
+        await asyncio.sleep(0.005)
+
+
+async def two(plane: RouterAlone) -> None:
+    """Returns when both schedulers get requests."""
+    await until(plane, lambda named: not any(each.obstacle for each in named.values()))
+
+
+async def who_got(plane: RouterAlone) -> tuple[FakeScheduler, FakeScheduler, session_pb2.Submit]:
+    """The scheduler that the next request comes to, the other one, and the request."""
+    first, second = plane.schedulers
+    while first.heard.empty() and second.heard.empty():
+        await asyncio.sleep(0.001)
+    this, other = (second, first) if first.heard.empty() else (first, second)
+    return this, other, (await this.heard.get()).submit
+
+
+# With scripted schedulers
+
+
+async def test_a_request_of_which_nothing_is_told_goes_to_another_scheduler_when_its_own_is_lost():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        call = plane.generation.Complete(wanted("a prompt of some blocks", sampling=pb.SamplingParams(seed=7)))
+        this, other, submit = await who_got(plane)
+        await plane.servers[plane.schedulers.index(this)].stop(0)
+        again = await other.submitted()
+        assert again == submit, "the same ids, seed and time left"
+        await other.tell({0: b"told"}, finished(handle=again.handle), handle=again.handle)
+        assert (await call).outputs[0].text == "told"
+
+
+async def test_one_whose_client_has_tokens_waits_for_its_scheduler_and_ends_with_the_lease():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        call = plane.generation.Generate(wanted("a prompt of some blocks"))
+        this, other, submit = await who_got(plane)
+        await this.tell({0: b"some"}, handle=submit.handle)
+        assert (await call.read()).outputs[0].text == "some"
+        await plane.servers[plane.schedulers.index(this)].stop(0)
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await call.read()
+        assert info.value.code() is grpc.StatusCode.ABORTED
+        assert other.heard.empty()
+
+
+async def test_best_of_that_was_half_computed_begins_anew_at_another_scheduler():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        call = plane.generation.Complete(wanted("a prompt of some blocks", sampling=pb.SamplingParams(n=1, best_of=2)))
+        this, other, submit = await who_got(plane)
+        await this.tell({0: b"half", 1: b"of"}, handle=submit.handle)
+        await this.tell_load(serving=False)
+        again = await other.submitted()
+        await other.tell({0: b"a", 1: b"b"}, finished(0, -1, again.handle), finished(1, -2, again.handle), handle=1)
+        answer = await call
+        assert (answer.outputs[0].text, answer.usage.completion_tokens) == ("a", 2)
+        assert (await this.heard.get()).cancel.handle == submit.handle
+
+
+async def test_a_request_of_which_nothing_is_told_leaves_a_scheduler_that_has_fallen_silent():
+    async with router_alone(FakeScheduler(), FakeScheduler(), health_stall_s=0.5) as plane:
+        await two(plane)
+        call = plane.generation.Complete(wanted("a prompt of some blocks"))
+        this, other, submit = await who_got(plane)
+        this.is_silent = True
+        again = await other.submitted()
+        assert again == submit
+        assert sorted(each.obstacle for each in (await states(plane)).schedulers) == ["", "is silent"]
+        await other.tell({0: b"told"}, finished(handle=again.handle), handle=again.handle)
+        assert (await call).outputs[0].text == "told"
+        assert (await this.heard.get()).cancel.handle == submit.handle
+        this.is_silent = False
+        await this.tell_load(serving=True)
+        await two(plane)
+
+
+async def one_at_each(plane: RouterAlone) -> list[tuple[FakeScheduler, session_pb2.Submit, grpc.aio.UnaryStreamCall]]:
+    """Two streams, each at another of two schedulers; wants a `load_slack` of 0."""
+    await two(plane)
+    calls = {name: plane.generation.Generate(wanted("a prompt", request_id=name)) for name in ("first", "second")}
+    submits = [await scheduler.submitted() for scheduler in plane.schedulers]
+    return [(each, submit, calls[submit.request_id]) for each, submit in zip(plane.schedulers, submits, strict=True)]
+
+
+async def test_each_stream_that_waits_hears_its_place_at_its_own_scheduler():
+    schedulers = FakeScheduler(position=3), FakeScheduler(position=5)
+    async with router_alone(*schedulers, load_slack=0.0, heartbeat_s=0.05) as plane:
+        for scheduler, _, call in await one_at_each(plane):
+            assert (await call.read()).heartbeat.queue_position == scheduler.position
+
+
+async def test_streams_at_every_scheduler_that_outlast_the_grace_are_told_why():
+    async with router_alone(FakeScheduler(), FakeScheduler(), load_slack=0.0, drain_grace_s=0.2) as plane:
+        streams = await one_at_each(plane)
+        for scheduler, submit, call in streams:
+            await scheduler.tell({0: b"some"}, handle=submit.handle)
+            assert (await call.read()).outputs[0].text == "some"
+        plane.stop.set()
+        for *_, call in streams:
+            with pytest.raises(grpc.aio.AioRpcError, match="shut down") as info:
+                await call.read()
+            assert info.value.code() is grpc.StatusCode.ABORTED
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE])
+async def test_what_one_scheduler_has_no_room_for_is_given_to_the_next_and_then_refused(code):
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        call = plane.generation.Complete(wanted("a prompt of some blocks"))
+        this, other, submit = await who_got(plane)
+        await this.reject(code, "full", submit.handle)
+        again = await other.submitted()
+        await other.reject(code, "full here too", again.handle)
+        with pytest.raises(grpc.aio.AioRpcError, match="full here too") as info:
+            await call
+        assert info.value.code() is code
+
+
+async def test_a_mistake_is_refused_by_the_first_scheduler_for_all():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        call = plane.generation.Complete(wanted("a prompt of some blocks"))
+        this, other, submit = await who_got(plane)
+        await this.reject(grpc.StatusCode.INVALID_ARGUMENT, "no", submit.handle)
+        with pytest.raises(grpc.aio.AioRpcError, match="no"):
+            await call
+        assert other.heard.empty()
+
+
+async def test_a_request_outlives_three_schedulers_at_most():
+    """It may be what kills them."""
+    async with router_alone(*(FakeScheduler() for _ in range(5))) as plane:
+        await two(plane)
+        call = plane.generation.Complete(wanted("a prompt of some blocks"))
+        lost: list[int] = []
+        while len(lost) < 3:
+            for place, scheduler in enumerate(plane.schedulers):
+                if place not in lost and not scheduler.heard.empty():
+                    lost.append(place)
+                    await plane.servers[place].stop(0)
+            await asyncio.sleep(0.001)
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await call
+        assert info.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert sum(not each.heard.empty() for each in plane.schedulers) == 3
+
+
+@pytest.mark.parametrize("why", ["drains", "has no worker"])
+async def test_who_drains_or_has_no_worker_gets_nothing_while_another_one_serves(why):
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        first, second = plane.schedulers
+        await (first.drain() if why == "drains" else first.tell_load(serving=False))
+        await until(plane, lambda named: named["s0"].obstacle == why)
+        calls = [plane.generation.Complete(wanted(f"{number} different prompts")) for number in range(8)]
+        for _ in calls:
+            await second.submitted()
+        assert first.heard.empty()
+        for call in calls:
+            call.cancel()
+
+
+async def test_without_any_worker_requests_wait_at_a_scheduler_until_one_serves():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        for scheduler in plane.schedulers:
+            await scheduler.tell_load(serving=False)
+        await until(plane, lambda named: all(each.obstacle == "has no worker" for each in named.values()))
+        call = plane.generation.Complete(wanted("a prompt of some blocks"))
+        this, other, _ = await who_got(plane)
+        await other.tell_load(serving=True)
+        assert (await other.submitted()).prompt_token_ids
+        assert (await this.heard.get()).HasField("cancel")
+        call.cancel()
+
+
+async def test_a_scheduler_of_another_model_gets_nothing_and_is_named(caplog):
+    async with router_alone(FakeScheduler(), FakeScheduler(model="odd")) as plane:
+        await until(plane, lambda named: any("another model" in each.obstacle for each in named.values()))
+        model = (await plane.generation.GetModel(pb.GetModelRequest())).model
+        obstacles = {named.address.rpartition("/")[2]: named.obstacle for named in (await states(plane)).schedulers}
+        odd, right = ("s1", 0) if model == "fake" else ("s0", 1)
+        assert obstacles[odd] == f"serves another model, {plane.schedulers[1 - right].model!r}"
+        calls = [plane.generation.Complete(wanted(f"{number} different prompts")) for number in range(8)]
+        for _ in calls:
+            await plane.schedulers[right].submitted()
+        assert plane.schedulers[1 - right].heard.empty()
+        for call in calls:
+            call.cancel()
+    assert "serves another model than the others" in caplog.text
+
+
+async def test_the_model_changes_when_no_scheduler_has_the_old_one_any_more():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        addresses = [named.address for named in (await states(plane)).schedulers]
+        for index, (odd_before, model) in enumerate([(True, "fake"), (False, "new")]):
+            await plane.servers[index].stop(0)
+            plane.servers[index] = await start_scheduler(FakeScheduler(model="new"), addresses[index])
+            if odd_before:
+                await until(plane, lambda named: "another model" in named["s0"].obstacle)
+            else:
+                await two(plane)
+            assert (await plane.generation.GetModel(pb.GetModelRequest())).model == model
+
+
+async def test_state_is_each_schedulers_own_and_all_together():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        first, second = plane.schedulers
+        first.state = session_pb2.GetStateResponse(serving=True, num_running=2, num_free_blocks=5, last_step_ms=3)
+        second.state = session_pb2.GetStateResponse(num_running=1, num_free_blocks=7, last_step_ms=9, num_steps=4)
+        answer = await states(plane)
+        whole = answer.state
+        assert (whole.serving, whole.num_running, whole.num_steps, whole.last_step_ms) == (True, 3, 4, 9)
+        assert whole.block_pool.num_free == 12
+        assert [named.state.num_running for named in answer.schedulers] == [2, 1]
+        second.state = None
+        answer = await states(plane)
+        assert (answer.state.num_running, [named.HasField("state") for named in answer.schedulers]) == (
+            2,
+            [True, False],
+        )
+
+
+async def test_a_request_is_explained_by_the_scheduler_that_has_it():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        plane.schedulers[1].explanations["r"] = session_pb2.ExplainResponse(waited_ms=5)
+        answer = await plane.introspection.ExplainRequest(introspection_pb2.ExplainRequestRequest(request_id="r"))
+        assert answer.waited_ms == 5
+        with pytest.raises(grpc.aio.AioRpcError, match="no live request") as info:
+            await plane.introspection.ExplainRequest(introspection_pb2.ExplainRequestRequest(request_id="other"))
+        assert info.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_name_is_looked_up_again_and_again_for_the_schedulers_at_its_addresses(monkeypatch):
+    port, hosts = free_port(), ["127.0.0.1"]
+
+    def lookup(host: str, port: str, *rest: object, **options: object) -> list[tuple]:
+        if host != "scheduler.test":
+            return known(host, port, *rest, **options)
+        both = [(socket.AF_INET, (each, int(port))) for each in hosts] + [(socket.AF_INET6, ("::1", int(port), 0, 0))]
+        return [(family, socket.SOCK_STREAM, 6, "", address) for family, address in both]
+
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(router_schedulers, "_LOOKUP_INTERVAL_S", 0.02)
+    servers = [await start_scheduler(FakeScheduler(), f"127.0.0.{last}:{port}") for last in (1, 2)]
+    async with router_alone(scheduler=f"dns:///scheduler.test:{port}") as plane:
+        assert not (await states(plane)).schedulers, "one scheduler is no several"
+        hosts.append("127.0.0.2")
+        await until(plane, lambda named: len(named) == 2)
+        await two(plane)
+        hosts.remove("127.0.0.1")
+        await asyncio.sleep(0.1)
+        assert len((await states(plane)).schedulers) == 2, "who has a session is not forgotten"
+        await servers[0].stop(0)
+        await until(plane, lambda named: not named)
+    await servers[1].stop(0)
+
+
+@pytest.mark.parametrize("scheduler", ["", "a:1,", "dns:///name", "host", "a:1, b:2"])
+def test_a_malformed_address_is_refused(scheduler):
+    with pytest.raises(ValueError, match="is none of"):
+        RouterSettings(model="m", scheduler=scheduler)
+
+
+# With real ones
+
+
+def prompt_of(name: str, tail: str) -> str:
+    """A prompt whose first four blocks are its name's."""
+    return (name * (4 * BLOCK_SIZE))[: 4 * BLOCK_SIZE] + tail
+
+
+@contextlib.asynccontextmanager
+async def client(running: Cluster) -> AsyncIterator[tuple[GenerationServiceStub, IntrospectionServiceStub]]:
+    async with dial(running.target) as channel:
+        yield GenerationServiceStub(channel), IntrospectionServiceStub(channel)
+
+
+async def several(introspection: IntrospectionServiceStub, holds: Callable[[list[Named]], bool]) -> list[Named]:
+    """What the router says of its schedulers once `holds`."""
+    while True:
+        named = list((await introspection.GetState(introspection_pb2.GetStateRequest())).schedulers)
+        if holds(named):
+            return named
+        await asyncio.sleep(0.01)
+
+
+def all_serve(named: list[Named]) -> bool:
+    return not any(each.obstacle for each in named)
+
+
+@pytest.fixture(scope="module")
+def site():
+    with cluster(num_schedulers=2, scheduler_options=("--max-num-seqs", "64"), step_ms=5) as running:
+        yield running
+
+
+async def test_prompts_that_begin_alike_meet_at_one_scheduler_and_find_their_blocks(site):
+    async with client(site) as (generation, introspection):
+        before = await several(introspection, all_serve)
+        answers: dict[str, list[int]] = {}
+        for tail in ("one", "two", "three", "four"):
+            for name in "abcdefgh":
+                answer = await generation.Complete(wanted(prompt_of(name, tail), max_tokens=1))
+                answers.setdefault(name, []).append(answer.usage.cached_prompt_tokens)
+        assert answers == {name: [0, 64, 64, 64] for name in "abcdefgh"}
+        after = await several(introspection, all_serve)
+        served = [new.state.num_steps - old.state.num_steps for new, old in zip(after, before, strict=True)]
+        assert all(served), "each scheduler is preferred by some"
+
+
+async def test_load_is_bounded_also_where_all_prompts_begin_alike(site):
+    async with client(site) as (generation, introspection):
+        await several(introspection, all_serve)
+        calls = [generation.Generate(wanted(prompt_of("z", str(n)), max_tokens=400)) for n in range(40)]
+        for call in calls:
+            await call.read()
+        named = (await introspection.GetState(introspection_pb2.GetStateRequest())).schedulers
+        loads = [each.state.num_running + each.state.num_waiting for each in named]
+        assert (sum(loads), max(loads) <= math.ceil(1.25 * 40 / 2)) == (40, True), loads
+        for call in calls:
+            call.cancel()
+
+
+async def _text(call: grpc.aio.UnaryStreamCall) -> tuple[str, grpc.StatusCode]:
+    text = ""
+    try:
+        async for message in call:
+            text += "".join(output.text for output in message.outputs)
+    except grpc.aio.AioRpcError as error:
+        return text, error.code()
+    return text, grpc.StatusCode.OK
+
+
+async def _under_load(end: signal.Signals) -> list[tuple[str, grpc.StatusCode]]:
+    """What forty clients get while one of two schedulers, at which many of them wait, is ended."""
+    options = ("--max-num-seqs", "4", "--lease-s", "0.5")
+    with cluster(num_schedulers=2, scheduler_options=options, step_ms=10) as running:
+        async with client(running) as (generation, introspection):
+            await several(introspection, all_serve)
+            prompts = [prompt_of(f"{n:02}", "") for n in range(40)]
+            tasks = [asyncio.create_task(_text(generation.Generate(wanted(prompt, 20)))) for prompt in prompts]
+            await several(introspection, lambda named: all(each.state.num_waiting > 8 for each in named))
+            lost = running.schedulers.pop(0)
+            lost.process.send_signal(end)
+            answers = await asyncio.gather(*tasks)
+            assert lost.process.wait() == (0 if end is signal.SIGTERM else -end)
+            await several(introspection, lambda named: named[0].obstacle == "not connected")
+            assert (await generation.Complete(wanted("after", 1))).usage.completion_tokens == 1
+            running.workers.pop(0).process.kill()
+            return answers
+
+
+async def test_clients_that_were_told_nothing_do_not_notice_that_a_scheduler_is_killed():
+    answers = await _under_load(signal.SIGKILL)
+    whole = [text for text, code in answers if code is grpc.StatusCode.OK]
+    broken = [(text, code) for text, code in answers if code is not grpc.StatusCode.OK]
+    assert all(code is grpc.StatusCode.ABORTED and text for text, code in broken), broken
+    assert len(broken) <= 4, "no more than ran there"
+    assert all(len(text) == 20 and text in TEXT * 2 for text in whole)
+
+
+async def test_nobody_notices_that_a_scheduler_drains():
+    answers = await _under_load(signal.SIGTERM)
+    assert {code for _, code in answers} == {grpc.StatusCode.OK}
+    assert all(len(text) == 20 and text in TEXT * 2 for text, _ in answers)
