@@ -354,7 +354,8 @@ class SchedulerLink:
         """Ends what is live with an error: this router is about to go."""
         for live in self._live.values():
             if not live.finished:
-                live.fail(_broken_off(live, "DRAINING", "this router shut down before the request was finished"))
+                text = "this router shut down before the request was finished"
+                live.fail(Refusal(_code_of_loss(live), "DRAINING", text, retry_delay_ms=1000))
 
 
 def _read_logprobs(outputs: pb.StepOutputs) -> dict[int, Logprobs]:
@@ -387,10 +388,9 @@ def _no_answer(error: grpc.aio.AioRpcError) -> Refusal:
 
 
 def _lost(live: LiveRequest, why: str) -> Refusal:
-    return _broken_off(live, "SCHEDULER_LOST", f"the request was lost: {why}")
+    return Refusal(_code_of_loss(live), "SCHEDULER_LOST", f"the request was lost: {why}", retry_delay_ms=1000)
 
 
-def _broken_off(live: LiveRequest, reason: str, message: str) -> Refusal:
+def _code_of_loss(live: LiveRequest) -> grpc.StatusCode:
     """UNAVAILABLE, which proxies retry, as long as the client has no token; then ABORTED, which they do not."""
-    code = grpc.StatusCode.ABORTED if live.has_told else grpc.StatusCode.UNAVAILABLE
-    return Refusal(code, reason, message, retry_delay_ms=1000)
+    return grpc.StatusCode.ABORTED if live.has_told else grpc.StatusCode.UNAVAILABLE

@@ -60,13 +60,19 @@ class Health:
     """A client that watches."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._watch = HealthStub(channel).Watch(HealthCheckRequest(), wait_for_ready=True)
+        self.told: asyncio.Queue[int] = asyncio.Queue()
+        self._task = asyncio.create_task(self._watch(HealthStub(channel)))
 
     async def becomes(self, serving: bool) -> None:
         """The next change that is told, within a bound."""
         async with asyncio.timeout(WITHIN_S):
-            status = (await self._watch.read()).status
+            status = await self.told.get()
         assert status == (HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING)
+
+    async def _watch(self, stub: HealthStub) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for answer in stub.Watch(HealthCheckRequest(), wait_for_ready=True):
+                self.told.put_nowait(answer.status)
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +131,10 @@ async def test_a_scheduler_that_is_suspended_is_noticed_by_its_router_and_what_c
 async def test_a_router_that_is_suspended_does_not_blame_its_scheduler_for_it(site):
     (service,) = site.routers.values()
     async with watched(site) as (stub, router, _):
-        with suspended(service), contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2):
-                await router.becomes(serving=False)
+        with suspended(service):
+            await asyncio.sleep(2)  # longer than a scheduler may be silent
         assert (await stub.Complete(asked(80))).outputs[0].text == said(80)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await router.becomes(serving=False)
+        assert router.told.empty()
 
 
 async def test_a_router_without_a_scheduler_is_up_and_says_so():
@@ -196,7 +199,8 @@ class Balancer:
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         back, forth = await asyncio.open_connection("127.0.0.1", next(self._ports))
-        await asyncio.gather(pass_on(reader, forth), pass_on(back, writer))
+        with contextlib.suppress(asyncio.CancelledError):  # by the end of the test
+            await asyncio.gather(pass_on(reader, forth), pass_on(back, writer))
 
 
 async def test_an_aged_connection_keeps_its_stream_while_new_calls_go_to_another_router():
