@@ -14,7 +14,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @pytest.fixture
 def lines(caplog):
-    """The facts of the access log's lines so far."""
+    """The facts of the access log's lines, once there are so many: a call's line comes behind its answer."""
     caplog.set_level(logging.DEBUG, logger="router.access")
 
     def facts() -> list[dict[str, object]]:
@@ -27,7 +27,12 @@ def lines(caplog):
             if record.name == "router.access" and record.method not in ("GetState",)
         ]
 
-    return facts
+    async def wait(number: int) -> list[dict[str, object]]:
+        while len(facts()) < number:
+            await asyncio.sleep(0.005)
+        return facts()
+
+    return wait
 
 
 async def test_an_answered_request_is_one_line_with_all_there_is_to_tell(lines):
@@ -35,7 +40,7 @@ async def test_an_answered_request_is_one_line_with_all_there_is_to_tell(lines):
         wanted = request("hello", max_tokens=9)
         wanted.request_id = "mine"
         await plane.generation.Complete(wanted, metadata=(("traceparent", TRACE),))
-        (line,) = lines()
+        (line,) = await lines(1)
         times = [line.pop(name) for name in ("queue_ms", "ttft_ms", "total_ms")]
         assert times == sorted(times)
         assert str(line.pop("peer")).startswith("unix:")
@@ -57,7 +62,7 @@ async def test_a_refused_request_is_a_line_with_its_reason(lines):
     async with control_plane() as plane:
         with pytest.raises(grpc.aio.AioRpcError):
             await plane.generation.Complete(request(""))
-        (line,) = lines()
+        (line,) = await lines(1)
         assert (line["level"], line["code"], line["reason"]) == ("INFO", "INVALID_ARGUMENT", "INVALID_REQUEST")
         assert line["error"] == "text: must not be empty"
         assert "output_tokens" not in line
@@ -68,7 +73,7 @@ async def test_bytes_that_are_no_request_are_a_line_too(lines):
         call = plane.channel.unary_unary("/pagewire.v1.GenerationService/Complete")
         with pytest.raises(grpc.aio.AioRpcError):
             await call(b"\xff\xff")
-        (line,) = lines()
+        (line,) = await lines(1)
         assert (line["level"], line["code"]) == ("INFO", "INVALID_ARGUMENT")
 
 
@@ -77,7 +82,7 @@ async def test_calls_that_generate_nothing_are_told_quietly(lines):
         await plane.generation.Tokenize(pb.TokenizeRequest(text="hello"))
         with pytest.raises(grpc.aio.AioRpcError):
             await plane.generation.GetModel(pb.GetModelRequest(model="other"))
-        told = [(line["event"], line["level"], line["method"], line["code"]) for line in lines()]
+        told = [(line["event"], line["level"], line["method"], line["code"]) for line in await lines(2)]
         assert told == [("call", "DEBUG", "Tokenize", "OK"), ("call", "DEBUG", "GetModel", "NOT_FOUND")]
 
 
@@ -88,16 +93,14 @@ async def test_a_request_that_its_client_gave_up_is_a_line_with_what_it_got(line
         await call.read()
         call.cancel()
         await plane.until(lambda state: state.num_running == 0)
-        (line,) = lines()
+        (line,) = await lines(1)
         assert line["code"] == "CANCELLED"
         assert line["output_tokens"] >= 1
         worker.gate.clear()
         with pytest.raises(grpc.aio.AioRpcError):
             await plane.generation.Complete(request(), timeout=0.05)
         worker.gate.set()
-        while len(lines()) < 2:
-            await asyncio.sleep(0.005)
-        assert lines()[1]["code"] == "DEADLINE_EXCEEDED"
+        assert (await lines(2))[1]["code"] == "DEADLINE_EXCEEDED"
 
 
 async def test_a_call_that_outlasts_a_drain_is_a_line(lines):
@@ -110,7 +113,7 @@ async def test_a_call_that_outlasts_a_drain_is_a_line(lines):
         with pytest.raises(grpc.aio.AioRpcError):
             await live.read()
         worker.gate.set()
-        assert ("UNAVAILABLE", "DRAINING") in [(line["code"], line.get("reason")) for line in lines()]
+        assert ("UNAVAILABLE", "DRAINING") in [(line["code"], line.get("reason")) for line in await lines(1)]
 
 
 # The id
