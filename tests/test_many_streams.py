@@ -87,8 +87,8 @@ async def test_four_thousand_opened_at_once_all_come_through_and_leave_no_memory
     for _ in range(4):
         assert await burst(running.target, 4000, 3) == []
         rss_bytes.append(router.rss_bytes())
-    # What ended waits for the garbage collector in part, which takes 30 MiB and more at a time: it goes up and down. The
-    # scheduler remembers what ended for a minute.
+    # Part of what ended waits for the garbage collector, which takes 30 MiB at a time: memory goes up and down. The
+    # scheduler remembers for a minute what ended.
     assert max(rss_bytes[2:]) - max(rss_bytes[:2]) < 40 << 20, rss_bytes
     assert_idle(running)
 
