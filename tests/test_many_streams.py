@@ -80,7 +80,7 @@ async def test_a_thousand_streams_at_once_are_all_whole_and_right(running):
     assert_idle(running)
 
 
-async def test_four_thousand_opened_at_once_all_come_through_and_leave_no_memory_behind(running):
+async def test_four_thousand_opened_at_once_all_come_through_and_the_router_forgets_them(running):
     """With gRPC's own limits of pending calls hundreds of them are killed by chance."""
     router = next(iter(running.routers.values()))
     rss_bytes = []
