@@ -49,7 +49,9 @@ class OutputStream:
         self._request = request
         self._detokenizer = Detokenizer(tokenizer.backend, request.prompt_token_ids)
         self._stops = StopStrings(request.stop_strings, include=request.include_stop_string)
-        self._delta = pb.Output(index=index, text=request.echo)
+        self._delta = pb.Output(index=index)
+        # Of the delta's text. Appended to in the message, it would leave a copy of itself behind each time (arenas).
+        self._pieces = [request.echo]
         self._has_delta = bool(request.echo)
 
     @property
@@ -89,6 +91,8 @@ class OutputStream:
         if not self._has_delta:
             return None
         delta, self._delta, self._has_delta = self._delta, pb.Output(index=self.index), False
+        delta.text = "".join(self._pieces)
+        self._pieces.clear()
         return delta
 
     def _push_text(self, piece: str) -> None:
@@ -100,7 +104,7 @@ class OutputStream:
             else:
                 piece = shown
         if piece:
-            self._delta.text += piece
+            self._pieces.append(piece)
             self._has_delta = True
 
     def _end(self, end: session_pb2.Finished) -> None:
@@ -114,7 +118,7 @@ class OutputStream:
         if self._match is not None:
             self._delta.stop_match.string = self._match.stop
             return
-        self._delta.text += self._stops.flush()
+        self._pieces.append(self._stops.flush())
         self._delta.finish_message = end.message
         if end.HasField("stop_token_id"):
             self._delta.stop_match.token_id = end.stop_token_id
