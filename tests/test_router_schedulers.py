@@ -128,6 +128,7 @@ async def test_each_stream_that_waits_hears_its_place_at_its_own_scheduler():
     async with router_alone(*schedulers, load_slack=0.0, heartbeat_s=0.05) as plane:
         for scheduler, _, call in await one_at_each(plane):
             assert (await call.read()).heartbeat.queue_position == scheduler.position
+            call.cancel()
 
 
 async def test_streams_at_every_scheduler_that_outlast_the_grace_are_told_why():
