@@ -176,6 +176,7 @@ def reference(model_dir):
     return transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("early_stopping", "told", "length_penalty"),
     [(EarlyStopping.FALSE, False, 1.0), (EarlyStopping.TRUE, True, 0.5), (EarlyStopping.NEVER, "never", 2.0)],

@@ -76,6 +76,7 @@ async def test_the_same_seed_gives_the_same_four_texts_whatever_else_runs(runnin
     assert same >= 3
 
 
+@pytest.mark.long
 async def test_memory_is_steady_over_two_thousand_requests(running):
     async def burst(stub, num: int) -> None:
         gate = asyncio.Semaphore(64)

@@ -65,7 +65,7 @@ def chunks_of(num_tokens: int) -> tuple[str, ...]:
     return "--max-num-batched-tokens", str(num_tokens), "--max-num-seqs", str(min(num_tokens, 64))
 
 
-@pytest.mark.parametrize("chunk", [16, 64, 2048])
+@pytest.mark.parametrize("chunk", [16, *(pytest.param(chunk, marks=pytest.mark.long) for chunk in (64, 2048))])
 async def test_each_prompt_alone_equals_hugging_face_whatever_the_chunk_size(model_dir, expected, chunk):
     async with deployment(model_dir, worker=("--dtype", "float32"), scheduler=chunks_of(chunk)) as running:
         for prompt, tokens in zip(PROMPTS, expected, strict=True):

@@ -36,6 +36,7 @@ def told(runner, token_ids):
 
 @pytest.mark.model
 @pytest.mark.slow
+@pytest.mark.long
 def test_weights_of_8_bits_cost_2_percent_of_perplexity_at_most_and_few_of_the_best_tokens(model_dir):
     text = "\n".join(topics[name] for name in sorted(topics))
     token_ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode(text[:40_000]).ids
