@@ -87,15 +87,19 @@ class GenerationService:
         """Answers the same request whole."""
         async with _Admission(self, request, context) as live:
             outputs = [pb.Output(index=index) for index in range(live.request.n)]
+            # Texts grow outside of messages, as in `OutputStream`.
+            pieces: list[list[str]] = [[] for _ in outputs]
             prompt_logprobs: list[pb.TokenLogprobs] = []
             last = False
             while not last:
                 response, last = await live.take()
                 prompt_logprobs += response.prompt_logprobs
                 for delta in response.outputs:
-                    text = outputs[delta.index].text + delta.text
-                    outputs[delta.index].MergeFrom(delta)  # appends ids, but replaces text
-                    outputs[delta.index].text = text
+                    pieces[delta.index].append(delta.text)
+                    delta.ClearField("text")
+                    outputs[delta.index].MergeFrom(delta)
+            for output, texts in zip(outputs, pieces, strict=True):
+                output.text = "".join(texts)
             answer = pb.CompleteResponse(
                 request_id=response.request_id,
                 outputs=outputs,
