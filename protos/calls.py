@@ -16,6 +16,12 @@ from google.rpc.status_pb2 import Status
 from protos.histogram import REQUEST_SECONDS, Histogram
 
 _DETAILS = "grpc-status-details-bin"
+_KINDS = {
+    "unary_unary": "unary",
+    "unary_stream": "server_stream",
+    "stream_unary": "client_stream",
+    "stream_stream": "bidi_stream",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +60,13 @@ class MethodCounts:
 C = TypeVar("C", bound=Call)
 
 
+def sides_of(handler: Any) -> str:
+    """How gRPC names handlers of this kind, as "unary_stream" where one request is answered by a stream."""
+    return "_".join(
+        "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
+    )
+
+
 class Calls(grpc.aio.ServerInterceptor, Generic[C]):
     """Counts calls by method, and tells of each at its begin and its end.
 
@@ -84,18 +97,9 @@ class Calls(grpc.aio.ServerInterceptor, Generic[C]):
         handler = await continuation(details)
         if handler is None or not details.method.startswith("/pagewire."):
             return handler
-        sides = (
-            "stream" if handler.request_streaming else "unary",
-            "stream" if handler.response_streaming else "unary",
-        )
-        kind = {
-            ("unary", "unary"): "unary",
-            ("unary", "stream"): "server_stream",
-            ("stream", "unary"): "client_stream",
-            ("stream", "stream"): "bidi_stream",
-        }[sides]
-        name = "_".join(sides)
-        behaviour = getattr(handler, name)
+        sides = sides_of(handler)
+        kind = _KINDS[sides]
+        behaviour = getattr(handler, sides)
         _, service, method = details.method.split("/")
         counts = self.counts.setdefault((kind, service, method), MethodCounts())
 
@@ -123,7 +127,7 @@ class Calls(grpc.aio.ServerInterceptor, Generic[C]):
                 counts.seconds.observe(call.total_s)
                 self.end(call, context)
 
-        make = getattr(grpc, f"{name}_rpc_method_handler")
+        make = getattr(grpc, f"{sides}_rpc_method_handler")
         return make(observed, handler.request_deserializer, handler.response_serializer)
 
 

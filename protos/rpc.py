@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from protos import unknown_methods
-from protos.calls import Calls
+from protos.calls import Calls, sides_of
 from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to_status
 from protos.tls import ClientTls, ServerTls, TlsError
 from protos.watched_files import WatchedFiles
@@ -310,8 +310,8 @@ class _Boundary(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or not details.method.startswith("/pagewire."):
             return handler
-        kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
-        behaviour = getattr(handler, "_".join(kind))
+        sides = sides_of(handler)
+        behaviour = getattr(handler, sides)
 
         async def guarded(request: object, context: grpc.aio.ServicerContext) -> object:
             self._num_live += 1
@@ -336,7 +336,7 @@ class _Boundary(grpc.aio.ServerInterceptor):
                 if self._num_live == 0:
                     self._idle.set()
 
-        make = getattr(grpc, "_".join(kind) + "_rpc_method_handler")
+        make = getattr(grpc, f"{sides}_rpc_method_handler")
         deserialize = handler.request_deserializer
         if not handler.request_streaming:
             deserialize = _forgiving(deserialize)
