@@ -48,12 +48,14 @@ class FakeEngine:
 
     def __init__(self, name: str, log: list, *, capacity: float = 10.0, fails_in: tuple[str, ...] = ()) -> None:
         self.version, self.first_answer_s = "1", None
+        self.awake = True
         self._name, self._log, self._capacity, self._fails_in = name, log, capacity, fails_in
         log.append(("start", name))
 
     def play(self, rows):
         stamp, body = rows[0].token_ids[0], tuple(tuple(row.token_ids[1:]) for row in rows)
         assert all(row.token_ids[0] == stamp for row in rows)
+        assert self.awake
         self._log.append(("play", self._name, body, stamp))
         if self._name in self._fails_in and len(rows) == 2 and body[0]:
             raise EngineError("out of luck")
@@ -65,6 +67,12 @@ class FakeEngine:
             row.output = [9] * row.max_tokens
         self.first_answer_s = self.first_answer_s or 2.5
         return 0.25
+
+    def pause(self):
+        self.awake = False
+
+    def resume(self):
+        self.awake = True
 
     def peak_memory_bytes(self):
         return 3_000_000

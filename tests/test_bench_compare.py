@@ -87,6 +87,22 @@ def test_engines_start_afresh_in_each_round_and_one_kind_after_the_other():
     assert [life.peak_bytes for life in playing.results.lives] == [3_000_000] * 6
 
 
+def test_engines_are_awake_only_while_they_play():
+    engines = []
+
+    def start(each: Variant) -> FakeEngine:
+        engines.append(FakeEngine(each.name, []))
+        assert not any(engine.awake for engine in engines[:-1])
+        return engines[-1]
+
+    def check(run: Run) -> None:
+        assert not any(engine.awake for engine in engines)
+
+    names = [variant("a"), variant("b")]
+    Comparison(names, start, SMALL, ["w1"], num_rounds=1, num_probes=0, on_run=check, settle_s=0.0).run()
+    assert len(engines) == 2
+
+
 def test_an_engine_that_fails_is_left_out_and_the_others_go_on():
     log = []
     playing = comparison([variant("bad"), variant("good")], log, fails_in=("bad",))

@@ -88,6 +88,22 @@ def test_memory_is_that_of_the_processes_that_the_driver_tells(tmp_path):
         engine.close()
 
 
+def test_an_engine_that_waits_is_suspended_with_all_that_it_started(tmp_path):
+    engine = Engine(command(tmp_path, child=True))
+    pids = [*engine._pids, engine._process.pid]
+    try:
+        engine.pause()
+        for pid in pids:  # a signal to another process is done when that one is next to run
+            while "stopped" not in Path(f"/proc/{pid}/status").read_text():
+                pass
+        engine.resume()
+        engine.play([Record([1], 2)])
+        engine.pause()
+    finally:
+        engine.close()
+    assert [start_ticks(pid) for pid in pids] == [None, None]
+
+
 def test_nothing_of_an_engine_outlives_it(tmp_path):
     engine = Engine(command(tmp_path, child=True))
     pids = [*engine._pids, engine._process.pid]

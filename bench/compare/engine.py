@@ -109,6 +109,14 @@ class Engine:
         (own, busy), (own_then, busy_then) = after, before
         return max(0.0, busy - busy_then - (own - own_then)) / seconds
 
+    def pause(self) -> None:
+        """Stops its processes until `resume`: some poll while they wait, and would slow down whoever plays."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets its processes go on."""
+        self._signal(signal.SIGCONT)
+
     def peak_memory_bytes(self) -> int:
         """The greatest memory of its processes since their start, what they share counted once.
 
@@ -121,6 +129,7 @@ class Engine:
     def close(self) -> None:
         """Lets the driver end by itself, and ends what is left, by process id; at once when it is interrupted."""
         born = {pid: start_ticks(pid) for pid in with_descendants([self._process.pid])}
+        self.resume()
         try:
             self._end()
         finally:
@@ -149,6 +158,11 @@ class Engine:
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in with_descendants([self._process.pid]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _answer(self, within_s: float) -> dict[str, Any]:
         """The driver's next line, for which it may take some time."""

@@ -1,8 +1,9 @@
 """The order of runs: A B A B. Engines start fresh in each round and stay warm through it; one at a time has work.
 
 A round begins with the engines' starts. Then each test is played by one engine after the other, on prompts that no
-other run has: what drifts, drifts for all of them. Those that have no work stay in memory, and `Run.others_cpu` shows
-that they did not compute. Last comes the search for the highest rate, one probe of each engine in turn.
+other run has: what drifts, drifts for all of them. Those that have no work stay in memory, suspended, and
+`Run.others_cpu` shows that nobody else computed. Last comes the search for the highest rate, one probe of each engine
+in turn.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ _NARROW = 1.1
 _OPEN_LOOP = "w4"
 _WARM = "warm"
 _FAILURES = (EngineError, BenchError)
-# Threads that wait for work in a loop go to sleep within this time after a run.
+# An engine that goes on has looked at its timers within this time.
 _SETTLE_S = 0.5
 
 
@@ -38,6 +39,12 @@ class EngineLike(Protocol):
 
     def play(self, rows: Sequence[Record]) -> float:
         """Fills in times and output; gives the cores that others used meanwhile."""
+
+    def pause(self) -> None:
+        """Takes it off the CPU until `resume`."""
+
+    def resume(self) -> None:
+        """Lets it go on."""
 
     def peak_memory_bytes(self) -> int:
         """Since its start."""
@@ -142,7 +149,7 @@ class Comparison:
         num_probes: of each search; 0 for no search.
         on_step: takes what is done next: a start or a run.
         on_run: takes each run.
-        settle_s: rest between two runs.
+        settle_s: rest before a run.
     """
 
     def __init__(
@@ -216,6 +223,7 @@ class Comparison:
                 engine.play(warm[:1])
                 life.first_answer_s = engine.first_answer_s
                 engine.play(warm)
+                engine.pause()
             except _FAILURES as error:
                 self._leave_out(name, "warming up", error)
 
@@ -253,13 +261,16 @@ class Comparison:
         at_rate = "" if rate is None else f" at {rate:g}/s"
         self._on_step(f"round {self._round + 1} of {self._num_rounds}: {name} plays {test}{at_rate}")
         rows = stamped(self._workload, test, rate or 1.0, self._round, self._stamp)
+        engine = self._live[name].engine
+        engine.resume()
         time.sleep(self._settle_s)
         try:
-            others_cpu = self._live[name].engine.play(rows)
+            others_cpu = engine.play(rows)
             figures = metrics(rows)
         except _FAILURES as error:
             self._leave_out(name, f"{test}{at_rate}", error)
             return None
+        engine.pause()
         first_tokens = [row.output[0] for row in rows]
         run = Run(self._round, name, test, rate, search, figures, others_cpu, first_tokens)
         self.results.runs.append(run)
