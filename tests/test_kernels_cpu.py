@@ -179,6 +179,53 @@ def test_what_a_query_gets_depends_on_nothing_but_its_context(kernels, dtype, ca
             assert torch.equal(torch.cat(found), together[start : start + queries]), (row, chunk)
 
 
+def in_families(kernels, dtype, depths, **shape):
+    """Decode rows of some splits each, of which those of a family begin with the blocks of its first row.
+
+    `depths` are (family, splits shared with the family's first row), a pair for each row.
+    """
+    contexts = [128 * depth + 1 + 37 * row % 300 for row, (_, depth) in enumerate(depths)]
+    case = Case(kernels, [(1, context) for context in contexts], dtype=dtype, **shape)
+    first_rows = {}
+    for row, (family, depth) in enumerate(depths):
+        first = first_rows.setdefault(family, row)
+        case.tables[row, : 8 * depth] = case.tables[first, : 8 * depth]
+    return case
+
+
+FAMILIES = {
+    "all of one": [(0, 2)] * 33,
+    "two, mixed": [(row % 2, 1 + row % 2) for row in range(16)],
+    "some share more than others": [(0, 4)] + [(0, depth) for depth in (1, 4, 4, 2, 4, 4, 1, 0, 4)],
+    "one shares nothing": [(0, 3)] * 5 + [(1, 3)] + [(0, 3)] * 5,
+}
+
+
+@of_all_dtypes
+@pytest.mark.parametrize("depths", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("scores", [{}, {"window": 200}, {"softcap": 3.0}], ids=str)
+def test_rows_that_go_through_a_shared_prefix_together_get_what_each_gets_alone(kernels, depths, scores, dtype):
+    for num_heads, num_kv_heads in ((9, 3), (12, 1)):
+        case = in_families(kernels, dtype, depths, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        together = case.ours(kernels, **scores)
+        starts = torch.tensor([0, 1], dtype=torch.int32)
+        for row in range(len(depths)):
+            here = slice(row, row + 1)
+            places = (case.tables[here], starts, case.contexts[here])
+            alone = kernels.paged_attention(case.q[here], *case.caches, *places, case.scale, **scores)
+            assert torch.equal(together[here], alone), row
+
+
+@of_all_dtypes
+def test_a_shared_prefix_is_its_twins_beside_prompts_and_long_rows(kernels, dtype):
+    rows = [(1, 300), (40, 300), (1, 290), (1, 2000), (1, 310), (7, 280), (1, 257), (1, 256)]
+    case = Case(kernels, rows, num_heads=9, num_kv_heads=3, dtype=dtype)
+    for table in case.tables[1:]:
+        table[:16] = case.tables[0, :16]
+    case.twin_caches = tuple(cache.nan_to_num() for cache in as_the_twins(*case.caches))
+    torch.testing.assert_close(case.ours(kernels), case.twins(), **TOLERANCE[dtype])
+
+
 def test_attention_takes_queries_out_of_a_fused_projection(kernels):
     case = Case(kernels, BATCHES["mixed"])
     fused = torch.randn(case.q.shape[0], 8, case.q.shape[2])

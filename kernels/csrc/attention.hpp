@@ -13,7 +13,8 @@
 // compute parts and the last one merges them, changes no bit; nor does it matter how a row's queries were cut into
 // chunks, or what else is in the batch. What a row gets depends on its own queries, its context and the block size.
 //
-// With a window, splits that no query of a tile sees are left out.
+// With a window, splits that no query of a tile sees are left out. Decode rows whose contexts begin with the same blocks
+// go through these together (cascade.hpp).
 //
 // Nothing behind a row's context is read, but for K columns whose scores are then left out, and the second half of a
 // pair of V whose first is the last token: that counts as zero.
@@ -21,15 +22,16 @@
 
 #include <stdlib.h>
 
+#include "cascade.hpp"
 #include "threads.hpp"
 #include "tile.hpp"
 
 namespace {
 
-// A row's share of the work.
+// A row's share of the work. Those of the families come first.
 struct RowPlan {
-    int64_t first_item;
-    bool split;             // each split of each tile is an item, or else each tile
+    int64_t first_item;     // as many as the row has tiles; none if it is in a family
+    bool split;             // each split of each tile is an item
     int64_t first_partial;  // in floats
     int64_t first_tile;     // of all rows' tiles, each times the K/V heads
 };
@@ -37,6 +39,7 @@ struct RowPlan {
 // How a step's work is shared out; what windows and caches a layer has does not matter to it.
 struct Plan {
     RowPlan* rows;  // and one more, for the ends
+    Cascade cascade;
     float* partials;
     int32_t* splits_left;  // of each tile, for the last one to merge
     int64_t num_items;
@@ -50,36 +53,38 @@ struct AttentionJob {
     bool out_of_memory;
 };
 
-// Does the item; `next` is what this thread does after it, if anything.
+// Goes through the item's splits. `all` gets what they come to, together with what is in it if it is `begun`; `next` is
+// what this thread does then, if anything.
 template <class Product>
-void attend(const AttentionJob& job, const Item& item, const Item* next, Scratch<Product>& scratch) {
+void attend_splits(
+    const Attention& a, const Item& item, const Item* next, bool begun, Scratch<Product>& scratch, Part all
+) {
+    const int num_tile_rows = item.num_queries * a.group_size();
+    for (int split = item.first_split; split < item.end_split; ++split) {
+        int num_following = 0;
+        if (split + 1 < item.end_split)
+            num_following = list_first_blocks<Product>(a, item, split + 1, scratch.following);
+        else if (next != nullptr)
+            num_following = list_first_blocks<Product>(a, *next, next->first_split, scratch.following);
+        attend_split(a, item, split, num_following, scratch, begun ? scratch.part : all);
+        if (begun) merge(all, scratch.part, num_tile_rows, a.head_dim);
+        begun = true;
+    }
+}
+
+// An item that is one split of a tile. Whoever is the last with a tile merges its splits.
+template <class Product>
+void attend_part(const AttentionJob& job, const Item& item, const Item* next, Scratch<Product>& scratch) {
     const Attention& a = job.a;
     const RowPlan& plan = job.plan.rows[item.row];
     const int num_tile_rows = item.num_queries * a.group_size();
-    load_queries<typename Product::Left>(a, item, scratch.q);
-    const auto follow = [&](int split) {
-        if (split < item.end_split) return list_first_blocks<Product>(a, item, split, scratch.following);
-        return next != nullptr ? list_first_blocks<Product>(a, *next, next->first_split, scratch.following) : 0;
-    };
-
-    if (!plan.split) {
-        attend_split(a, item, item.first_split, follow(item.first_split + 1), scratch, scratch.all);
-        for (int split = item.first_split + 1; split < item.end_split; ++split) {
-            attend_split(a, item, split, follow(split + 1), scratch, scratch.part);
-            merge(scratch.all, scratch.part, num_tile_rows, a.head_dim);
-        }
-        return store_output(a, item, scratch.all);
-    }
-
     const int num_tiles = a.num_tiles(item.row), num_splits = a.num_splits(item.row);
     const int64_t tile = (int64_t)item.head * num_tiles + item.tile;
     const int64_t size = part_size(a, least(a.tile_queries(), a.num_queries(item.row)));
     float* partials = job.plan.partials + plan.first_partial + tile * num_splits * size;
     const Part own = part_at(partials + item.first_split * size, num_tile_rows);
-    if (item.first_split < item.end_split)
-        attend_split(a, item, item.first_split, follow(item.end_split), scratch, own);
-    else
-        clear(own, num_tile_rows, a.head_dim);
+    if (item.first_split == item.end_split) clear(own, num_tile_rows, a.head_dim);
+    attend_splits(a, item, next, false, scratch, own);
     int32_t* splits_left = job.plan.splits_left + plan.first_tile + tile;
     if (__atomic_sub_fetch(splits_left, 1, __ATOMIC_ACQ_REL) > 0) return;
     *splits_left = num_splits;  // for the next layer
@@ -89,23 +94,84 @@ void attend(const AttentionJob& job, const Item& item, const Item* next, Scratch
     store_output(a, item, all);
 }
 
-// Item number `number`, whose row is `row` or a later one.
+// A tile of `row`, with the splits that its queries see.
+Item tile_of(const Attention& a, int row, int head, int tile) {
+    Item item = {};
+    item.row = row;
+    item.head = head;
+    item.tile = tile;
+    item.first_query = tile * a.tile_queries();
+    item.num_queries = least(a.tile_queries(), a.num_queries(row) - item.first_query);
+    item.first_position = a.context_lengths[row] - a.num_queries(row) + item.first_query;
+    item.end_token = item.first_position + item.num_queries;
+    item.first_split = a.first_seen(item.first_position) / a.split_tokens();
+    item.end_split = (item.end_token + a.split_tokens() - 1) / a.split_tokens();
+    return item;
+}
+
+// The splits that a tile's rows share. Where there is a window there are none: most rows would not see them.
+Item shared_item(const Attention& a, const SharedTile& tile, int head) {
+    Item item = {};
+    item.row = tile.rows[0];
+    item.head = head;
+    item.end_split = a.window == 0 ? tile.num_splits : 0;
+    item.num_queries = tile.num_rows;
+    item.first_position = item.end_token = item.end_split * a.split_tokens();
+    item.shared = &tile;
+    return item;
+}
+
+template <class Product>
+void attend_shared(const Attention& a, const Item& item, const Item* next, Scratch<Product>& scratch) {
+    using Left = typename Product::Left;
+    const SharedTile& tile = *item.shared;
+    const int group_size = a.group_size();
+    const auto own_item = [&](int i) {
+        Item own = tile_of(a, tile.rows[i], item.head, 0);
+        if (own.first_split < item.end_split) own.first_split = item.end_split;
+        return own;
+    };
+
+    for (int i = 0; i < tile.num_rows; ++i) {
+        const int64_t token = a.query_starts[tile.rows[i]];
+        load_query<Left>(a, token, item.head, scratch.q + (int64_t)i * group_size * a.head_dim);
+    }
+    Item own = own_item(0);
+    attend_splits(a, item, &own, false, scratch, scratch.shared);
+    for (int i = 0; i < tile.num_rows; ++i) {
+        const Item current = own;
+        const bool more = i + 1 < tile.num_rows;
+        if (more) own = own_item(i + 1);
+        load_queries<Left>(a, current, scratch.q);
+        if (item.end_split > 0) copy_rows(scratch.shared, i * group_size, group_size, a.head_dim, scratch.all);
+        attend_splits(a, current, more ? &own : next, item.end_split > 0, scratch, scratch.all);
+        store_output(a, current, scratch.all);
+    }
+}
+
+// Does the item; `next` is what this thread does after it, if anything.
+template <class Product>
+void attend(const AttentionJob& job, const Item& item, const Item* next, Scratch<Product>& scratch) {
+    if (item.shared != nullptr) return attend_shared(job.a, item, next, scratch);
+    load_queries<typename Product::Left>(job.a, item, scratch.q);
+    if (job.plan.rows[item.row].split) return attend_part(job, item, next, scratch);
+    attend_splits(job.a, item, next, false, scratch, scratch.all);
+    store_output(job.a, item, scratch.all);
+}
+
+// Item number `number`; where it is one of a row, then of `row` or a later one.
 Item find_item(const AttentionJob& job, int64_t number, int row) {
     const Attention& a = job.a;
-    while (job.plan.rows[row + 1].first_item <= number) ++row;
-    const int num_tiles = a.num_tiles(row), num_splits = job.plan.rows[row].split ? a.num_splits(row) : 1;
-    const int index = (int)(number - job.plan.rows[row].first_item);
-    Item item;
-    item.row = row;
-    item.head = index / (num_tiles * num_splits);
+    const Plan& plan = job.plan;
+    if (number < plan.rows[0].first_item)
+        return shared_item(a, plan.cascade.tiles[number / a.num_kv_heads], (int)(number % a.num_kv_heads));
+    while (plan.rows[row + 1].first_item <= number) ++row;
+    const int num_tiles = a.num_tiles(row), num_splits = plan.rows[row].split ? a.num_splits(row) : 1;
+    const int index = (int)(number - plan.rows[row].first_item);
     // The last queries see most: they come first, so that no thread is left with them at the end.
-    item.tile = num_tiles - 1 - index / num_splits % num_tiles;
-    item.first_query = item.tile * a.tile_queries();
-    item.num_queries = least(a.tile_queries(), a.num_queries(row) - item.first_query);
-    item.end_token = a.context_lengths[row] - a.num_queries(row) + item.first_query + item.num_queries;
-    item.first_split = a.first_seen(item.end_token - item.num_queries) / a.split_tokens();
-    item.end_split = (item.end_token + a.split_tokens() - 1) / a.split_tokens();
-    if (job.plan.rows[row].split) {
+    const int tile = num_tiles - 1 - index / num_splits % num_tiles;
+    Item item = tile_of(a, row, index / (num_tiles * num_splits), tile);
+    if (plan.rows[row].split) {
         const int split = index % num_splits;
         const bool seen = split >= item.first_split && split < item.end_split;
         item.first_split = split;
@@ -127,7 +193,7 @@ void* prepare(const Attention& a, Scratch<Product>& scratch) {
     const size_t p_bytes = in_place ? 0 : whole_lines(sizeof(*scratch.p) * num_left_rows * scratch.stride);
     const size_t q_bytes = whole_lines(sizeof(*scratch.q) * num_left_rows * a.head_dim);
     const size_t part_bytes = whole_lines(sizeof(float) * part_size(a, a.tile_queries()));
-    char* memory = static_cast<char*>(aligned_alloc(64, score_bytes + p_bytes + q_bytes + 2 * part_bytes));
+    char* memory = static_cast<char*>(aligned_alloc(64, score_bytes + p_bytes + q_bytes + 3 * part_bytes));
     if (memory == nullptr) return nullptr;
     scratch.scores = reinterpret_cast<float*>(memory);
     scratch.p = reinterpret_cast<typename Left::Value*>(in_place ? memory : memory + score_bytes);
@@ -135,6 +201,7 @@ void* prepare(const Attention& a, Scratch<Product>& scratch) {
     char* parts = memory + score_bytes + p_bytes + q_bytes;
     scratch.all = part_at(reinterpret_cast<float*>(parts), num_tile_rows);
     scratch.part = part_at(reinterpret_cast<float*>(parts + part_bytes), num_tile_rows);
+    scratch.shared = part_at(reinterpret_cast<float*>(parts + 2 * part_bytes), num_tile_rows);
     return memory;
 }
 
@@ -155,7 +222,7 @@ void attend_items(void* data) {
         item = next;
         number = job.items.take(1);
         const bool more = number < job.items.count;
-        if (more) next = find_item(job, number, item.row);
+        if (more) next = find_item(job, number, item.shared != nullptr ? 0 : item.row);
         attend<Product>(job, item, more ? &next : nullptr, scratch);
     }
     scratch.product.end();
@@ -176,22 +243,34 @@ int find_misfit(const Attention& a, int64_t num_tokens) {
     return a.query_starts[0] == 0 && a.query_starts[a.num_rows] == num_tokens ? -1 : a.num_rows;
 }
 
-// Shares the work out; the plan is to be freed. False without memory.
-bool make_plan(const Attention& a, int num_threads, Plan& plan) {
-    plan = {static_cast<RowPlan*>(malloc(sizeof(RowPlan) * (a.num_rows + 1))), nullptr, nullptr, 0, false};
-    if (plan.rows == nullptr) return false;
-
-    // -- a row is split when one of its tiles would be a large share of all work
+// Says which rows are split: those whose tiles are each a large share of all work. Gives what all of it costs.
+int64_t choose_splits(const Attention& a, int num_threads, RowPlan* rows) {
     int64_t cost = 0;
     for (int row = 0; row < a.num_rows; ++row)
         cost += (int64_t)a.num_kv_heads * a.num_queries(row) * a.context_lengths[row];
-    RowPlan next = {0, false, 0, 0};
     for (int row = 0; row < a.num_rows; ++row) {
+        const int64_t tile_cost = (int64_t)least(a.tile_queries(), a.num_queries(row)) * a.context_lengths[row];
+        rows[row].split = num_threads > 1 && a.num_splits(row) > 1 && tile_cost * 4 * num_threads > cost;
+    }
+    return cost;
+}
+
+// Shares the work out; the plan is to be freed. False without memory.
+bool make_plan(const Attention& a, int num_threads, Plan& plan) {
+    plan = {};
+    plan.rows = static_cast<RowPlan*>(malloc(sizeof(RowPlan) * (a.num_rows + 1)));
+    if (plan.rows == nullptr) return false;
+    const int64_t cost = choose_splits(a, num_threads, plan.rows);
+    const auto can_share = [&](int row) { return a.num_queries(row) == 1 && !plan.rows[row].split; };
+    if (!find_families(a, num_threads, can_share, plan.cascade)) return false;
+
+    RowPlan next = {(int64_t)plan.cascade.num_tiles * a.num_kv_heads, false, 0, 0};
+    for (int row = 0; row < a.num_rows; ++row) {
+        next.split = plan.rows[row].split;
+        plan.rows[row] = next;
+        if (plan.cascade.has_row[row]) continue;
         const int num_splits = a.num_splits(row);
         const int64_t num_tiles = (int64_t)a.num_kv_heads * a.num_tiles(row);
-        const int64_t tile_cost = (int64_t)least(a.tile_queries(), a.num_queries(row)) * a.context_lengths[row];
-        next.split = num_threads > 1 && num_splits > 1 && tile_cost * 4 * num_threads > cost;
-        plan.rows[row] = next;
         next.first_item += next.split ? num_tiles * num_splits : num_tiles;
         if (next.split) {
             const int64_t size = part_size(a, least(a.tile_queries(), a.num_queries(row)));
@@ -217,6 +296,7 @@ bool make_plan(const Attention& a, int num_threads, Plan& plan) {
 
 void free_plan(const Plan& plan) {
     free(plan.partials);
+    free_cascade(plan.cascade);
     free(plan.rows);
 }
 

@@ -43,12 +43,16 @@ struct Attention {
     int num_splits(int row) const { return (context_lengths[row] + split_tokens() - 1) / split_tokens(); }
 };
 
+struct SharedTile;  // cascade.hpp
+
 // What one thread does at a time.
 struct Item {
     int row, head, tile;
     int first_split, end_split;
     int first_query, num_queries;  // of the row's
+    int first_position;            // of the first query; the others follow
     int end_token;                 // behind the last that any of its queries sees
+    const SharedTile* shared;      // if its queries are those of several rows, in front of all of which its tokens stand
 };
 
 // m (to the base 2), l and part, for each row of a tile. Vectors of m and l may be read and written whole.
@@ -149,7 +153,7 @@ struct Scratch {
     typename Product::Left::Value* q;
     float* scores;
     typename Product::Left::Value* p;
-    Part all, part;
+    Part all, part, shared;
     int stride;  // of scores and p, in tokens
     Chunk<Unit> chunks[1024 / kWidth + kMaxBlocks];
     const Unit* blocks[2 * kMaxBlocks + kAhead];  // K's, V's, and the next ones' K
@@ -216,7 +220,6 @@ void attend_split(
     );
 
     // -- probabilities; first each row's largest score, so that none waits for its own
-    const int first_position = item.end_token - item.num_queries;
     const int num_padded = round_up(end - begin, Product::value_tokens(a.block_size));
     const float factor = a.softcap == 0.0f ? a.scale * kLog2E : 1.0f;
     if (a.softcap != 0.0f)
@@ -224,7 +227,7 @@ void attend_split(
             cap_scores(a, scratch.scores + (int64_t)row * scratch.stride, end - begin);
     const auto for_rows = [&](auto body) __attribute__((always_inline)) {
         for (int query = 0; query < item.num_queries; ++query) {
-            const int position = first_position + query;
+            const int position = item.first_position + query;
             const int first_seen = a.first_seen(position) - begin, seen = least(end, position + 1) - begin;
             const int from = first_seen > 0 ? first_seen : 0;
             const bool none = from >= seen;
@@ -255,16 +258,22 @@ void attend_split(
     multiply_values(scratch.product, scratch.p, num_tile_rows, scratch.stride, v, part.out);
 }
 
+// The group of one token.
 template <class Left>
-void load_queries(const Attention& a, const Item& item, typename Left::Value* to) {
+void load_query(const Attention& a, int64_t token, int head, typename Left::Value* to) {
     const int size = a.group_size() * a.head_dim;
-    const int64_t first_token = a.query_starts[item.row] + item.first_query;
     with_element(a.dtype, [&](auto element) {
         using Element = decltype(element);
-        const auto* q = static_cast<const typename Element::Value*>(a.q) + (int64_t)item.head * size;
-        for (int query = 0; query < item.num_queries; ++query)
-            convert<Element, Left>(q + (first_token + query) * a.q_stride, to + (int64_t)query * size, size);
+        const auto* q = static_cast<const typename Element::Value*>(a.q);
+        convert<Element, Left>(q + token * a.q_stride + (int64_t)head * size, to, size);
     });
+}
+
+template <class Left>
+void load_queries(const Attention& a, const Item& item, typename Left::Value* to) {
+    const int64_t first_token = a.query_starts[item.row] + item.first_query;
+    for (int query = 0; query < item.num_queries; ++query)
+        load_query<Left>(a, first_token + query, item.head, to + (int64_t)query * a.group_size() * a.head_dim);
 }
 
 void store_output(const Attention& a, const Item& item, Part all) {
@@ -283,6 +292,13 @@ void store_output(const Attention& a, const Item& item, Part all) {
             for (; i < a.head_dim; ++i) to[i] = Element::narrow(from[i] * inverse);
         }
     });
+}
+
+// Some of the rows of one part, as a part of their own.
+void copy_rows(Part from, int first, int num_tile_rows, int head_dim, Part to) {
+    memcpy(to.most, from.most + first, sizeof(float) * num_tile_rows);
+    memcpy(to.sum, from.sum + first, sizeof(float) * num_tile_rows);
+    memcpy(to.out, from.out + (int64_t)first * head_dim, sizeof(float) * num_tile_rows * head_dim);
 }
 
 void clear(Part part, int num_tile_rows, int head_dim) {
