@@ -35,6 +35,12 @@ class Logprobs:
     top_token_ids: "array[int]" = field(default_factory=_ints)
     top_logprobs: "array[float]" = field(default_factory=_floats)
 
+    @classmethod
+    def unknown(cls, num_top: int, num_tokens: int) -> Self:
+        """Places of tokens of which nothing is known."""
+        tokens, tops = bytes(4 * num_tokens), bytes(4 * num_tokens * num_top)
+        return cls(num_top, array("f", tokens), array("i", tokens), array("i", tops), array("f", tops))
+
     def __len__(self) -> int:
         return len(self.logprobs)
 

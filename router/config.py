@@ -93,6 +93,11 @@ class RouterSettings(ServerTlsSettings):
         description="address of a port for operators, in plaintext and open to all who reach it: introspection of all "
         "tenants, reflection, channelz and health; of these the clients' port has only health then",
     )
+    scheduler_patience_s: float = Field(
+        60.0,
+        gt=0,
+        description="seconds that requests wait for a scheduler that was lost to come back, where no other takes them",
+    )
     write_stall_s: float = Field(60.0, gt=0, description="seconds after which a client that does not read is given up")
     health_stall_s: float = Field(
         5.0,

@@ -6,11 +6,13 @@ own output, and nobody else's time.
 
 import asyncio
 import time
+from array import array
 from collections.abc import Callable, Sequence
 
 import grpc
 
 from protos import session_pb2
+from protos.columns import pack
 from protos.errors import Refusal
 from protos.logprobs import Logprobs
 from protos.pagewire.v1 import generation_pb2 as pb
@@ -32,9 +34,10 @@ class OutputStream:
     """One sequence: tokens in, text out, with the delta that the client has not got yet.
 
     Attributes:
-        num_tokens: tokens received and counted; none after a stop string's last.
+        num_received: tokens that came from the scheduler.
+        num_tokens: those of them that count: none after a stop string's last.
         ended: the scheduler has reported its end.
-        cumulative_logprob: of all its tokens; known when it has ended.
+        cumulative_logprob: of all its tokens.
         finish_reason: why it ended, when it has.
     """
 
@@ -45,6 +48,8 @@ class OutputStream:
         self.ended = False
         self.cumulative_logprob = 0.0
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
+        # For the scheduler that goes on where another one was.
+        self._token_ids = array("i")
         self._match: Match | None = None
         self._request = request
         self._detokenizer = Detokenizer(tokenizer.backend, request.prompt_token_ids)
@@ -64,11 +69,31 @@ class OutputStream:
         """Whether there is something that the client has not got."""
         return self._has_delta
 
+    @property
+    def progress(self) -> session_pb2.Progress:
+        """What came of it so far."""
+        if self.ended:
+            return session_pb2.Progress(ended=True)
+        token_ids = pack(self._token_ids[: self.num_tokens])
+        return session_pb2.Progress(token_ids=token_ids, cumulative_logprob=self.cumulative_logprob)
+
+    def lose_overrun(self) -> None:
+        """The scheduler that sampled on behind a stop string is gone, and another one will not have these tokens."""
+        del self._token_ids[self.num_tokens :]
+        self.num_received = self.num_tokens
+
     def push(
-        self, token_ids: Sequence[int], end: session_pb2.Finished | None, logprobs: Logprobs | None = None
+        self,
+        token_ids: Sequence[int],
+        end: session_pb2.Finished | None,
+        logprobs: Logprobs | None = None,
+        cumulative_logprob: float = 0.0,
     ) -> None:
         """Takes tokens in order, with log-probabilities if the client wants them; with `end` they are the last ones."""
         self.num_received += len(token_ids)
+        self._token_ids.extend(token_ids)
+        if not self.stopped:
+            self.cumulative_logprob = cumulative_logprob
         hidden = end is not None and end.HasField("stop_token_id") and not self._request.include_stop_string
         for place, token_id in enumerate(token_ids):
             if self.stopped:
@@ -138,6 +163,7 @@ class LiveRequest:
         num_taken: messages with outputs that were taken.
         deadline: when its client stops waiting, by time.monotonic; None for never.
         stats: what the scheduler told with the end of a sequence; None before the first.
+        accepted: whether a scheduler has taken it.
     """
 
     def __init__(
@@ -159,7 +185,10 @@ class LiveRequest:
         self.num_taken = 0
         self.stats: session_pb2.RequestStats | None = None
         self.trace = trace
-        self._tokenizer = tokenizer
+        self.accepted = False
+        # Schedulers that were lost in a row, without a token between, and how many tokens there were then.
+        self._num_lost = 0
+        self._num_tokens_when_lost = 0
         self._arrival = arrival
         self._on_stop = on_stop
         self._clock = clock
@@ -188,6 +217,11 @@ class LiveRequest:
         return self.num_tokens > 0 and not self._holds_back
 
     @property
+    def over(self) -> bool:
+        """Whether no scheduler has anything to do for it any more."""
+        return self.finished or self._refusal is not None
+
+    @property
     def total_ms(self) -> float:
         """Time since arrival."""
         return (self._clock() - self._arrival) * 1e3
@@ -204,6 +238,7 @@ class LiveRequest:
         token_ids: Sequence[int],
         end: session_pb2.Finished | None,
         logprobs: Logprobs | None = None,
+        cumulative_logprob: float = 0.0,
     ) -> None:
         """Takes tokens of a sequence, the first of them its `first_index`-th; those already here are passed over."""
         stream = self.streams[sequence_index]
@@ -211,13 +246,15 @@ class LiveRequest:
             return None
         if first_index > stream.num_received:
             return self.fail(Refusal(grpc.StatusCode.INTERNAL, "BUG", "tokens were lost between scheduler and router"))
+        self.accepted = True
         if token_ids and not self.ttft_ms:
             self.ttft_ms = self.total_ms
         was_stopped = stream.stopped
         num_known = stream.num_received - first_index
         if logprobs is not None:
             logprobs = logprobs.part(num_known)
-        stream.push(token_ids[num_known:], end, logprobs)
+        if end is not None or num_known < len(token_ids):
+            stream.push(token_ids[num_known:], end, logprobs, cumulative_logprob)
         if stream.stopped and not was_stopped and not stream.ended:
             self._on_stop(stream)
         if end is not None:
@@ -237,12 +274,25 @@ class LiveRequest:
         self._heartbeat = heartbeat
         self._filled.set()
 
-    def restart(self) -> None:
-        """Forgets what was computed, so that another scheduler can begin anew; only while nothing is told."""
-        assert not self.has_told
-        if self.num_tokens:  # else there is nothing to forget, and an echo may have been told
-            self.streams = [OutputStream(stream.index, self.request, self._tokenizer) for stream in self.streams]
-            self.ttft_ms, self.stats = 0.0, None
+    def lose(self) -> int:
+        """Its scheduler is lost; gives how many were in a row, without a token between."""
+        if self.num_tokens > self._num_tokens_when_lost:
+            self._num_lost, self._num_tokens_when_lost = 0, self.num_tokens
+        self._num_lost += 1
+        return self._num_lost
+
+    def continuation(self) -> session_pb2.Continuation:
+        """What the scheduler that takes it over from another one has to know."""
+        for stream in self.streams:
+            stream.lose_overrun()
+        if self.request.beam_search is not None:
+            return session_pb2.Continuation()
+        return session_pb2.Continuation(progress=[stream.progress for stream in self.streams])
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether those that the client wants are here."""
+        return self._prompt_logprobs is not None
 
     async def take(self) -> tuple[pb.GenerateResponse, bool]:
         """The next message to the client as soon as there is one, and whether it is the last.

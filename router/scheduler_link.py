@@ -10,7 +10,7 @@ import grpc
 
 from protos import rpc
 from protos import session_pb2 as pb
-from protos.columns import pack, unpack
+from protos.columns import pack, unpack, unpack_doubles
 from protos.errors import Refusal, code_from_number, unavailable
 from protos.logprobs import LogprobReader, Logprobs
 from protos.session_pb2_grpc import SessionServiceStub
@@ -23,6 +23,10 @@ _LOOK_AGAIN_S = 10.0
 _REFUSED_DELAY_S = 5.0
 # How often the scheduler is looked at in the time after which it counts as stalled.
 _NUM_LOOKS = 5
+# How long a scheduler without a worker keeps its requests where others have one.
+_WORKER_PATIENCE_S = 10.0
+# Schedulers that a request may lose in a row, without a token between: it may be what kills them.
+MOST_LOST = 3
 # Of the unary calls, which nobody waits for on a stream.
 _ANSWER_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
@@ -34,6 +38,7 @@ class SchedulerLink:
     Args:
         address: where it is dialled.
         stall_s: seconds without a message after which the scheduler counts as stalled; it is asked for one before.
+        patience_s: seconds that requests wait here for a scheduler that is away.
         on_change: called when `serving` or `welcome` may have changed.
         on_refused: called with a request that the scheduler does not take, and its refusal.
         line: to the scheduler.
@@ -49,6 +54,7 @@ class SchedulerLink:
         self,
         address: str,
         stall_s: float,
+        patience_s: float,
         on_change: Callable[[], None],
         on_refused: Callable[[LiveRequest, Refusal], None],
         line: rpc.Line,
@@ -71,11 +77,16 @@ class SchedulerLink:
         self._num_counted = 0
         self._connected = False
         self._stall_s = stall_s
+        self._patience_s = patience_s
         # Looks in a row between which nothing was heard. Counted, so that a router that was suspended itself does not
         # blame its scheduler.
         self._num_silent_looks = 0
         self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
-        self._lease: asyncio.TimerHandle | None = None
+        # Ends the requests of a scheduler that stays away.
+        self._patience: asyncio.TimerHandle | None = None
+        # Of the time for which a scheduler may be without a worker and keep its requests.
+        self._worker_patience: asyncio.TimerHandle | None = None
+        self._deserted = False
         # What the last Hello told the scheduler to go on with.
         self._resumed: set[int] = set()
 
@@ -105,14 +116,23 @@ class SchedulerLink:
         return max(0, self.load.num_waiting + self.load.num_running + len(self._live) - self._num_counted)
 
     @property
-    def untold(self) -> list[LiveRequest]:
-        """Live requests whose clients have got nothing yet, so that another scheduler can begin anew with them."""
-        return [live for live in self._live.values() if not live.finished and not live.has_told]
+    def live(self) -> list[LiveRequest]:
+        """Requests that the scheduler has to go on with."""
+        return [live for live in self._live.values() if not live.over]
+
+    @property
+    def gone(self) -> bool:
+        """Whether its requests should go on elsewhere.
+
+        A scheduler that has just lost its worker keeps them: it knows which of them may be to blame.
+        """
+        return not self._connected or self.draining or self.stalled or self._deserted or not self.accepted
 
     def submit(self, live: LiveRequest) -> None:
         """Sends a request to the scheduler.
 
-        A scheduler that has lost its worker takes it all the same: it waits there for the next one.
+        A scheduler that has lost its worker takes it all the same: it waits there for the next one. One that another
+        scheduler had goes on where it was.
         """
         self._live[live.handle] = live
         self._send_submit(live)
@@ -248,7 +268,10 @@ class SchedulerLink:
             traceparent=live.trace.traceparent if live.trace else "",
             tracestate=live.trace.tracestate if live.trace else "",
             timeout_ms=0 if deadline is None else max(1, int((deadline - time.monotonic()) * 1e3)),
+            continuation=live.continuation() if live.accepted else None,
         )
+        if live.has_prompt_logprobs:
+            submit.sampling.ClearField("num_prompt_logprobs")
         self._unanswered.add(live.handle)
         self._send(pb.SessionRequest(submit=submit))
 
@@ -261,12 +284,13 @@ class SchedulerLink:
             case "step_outputs":
                 self._on_step_outputs(message.step_outputs)
             case "accepted":
-                self._unanswered.discard(message.accepted.handle)
+                self._on_accepted(message.accepted.handle)
             case "rejected":
                 self._unanswered.discard(message.rejected.handle)
                 self._on_rejected(message.rejected)
             case "load":
                 was_serving, self.load = self.serving, message.load
+                self._watch_worker()
                 self._num_counted = len(self._live) - len(self._unanswered)
                 if was_serving != self.serving:
                     self._on_change()
@@ -276,6 +300,11 @@ class SchedulerLink:
                 self.draining = True
                 self._on_change()
 
+    def _on_accepted(self, handle: int) -> None:
+        self._unanswered.discard(handle)
+        if handle in self._live:
+            self._live[handle].accepted = True
+
     def _on_step_outputs(self, outputs: pb.StepOutputs) -> None:
         ends = {(end.handle, end.sequence_index): end for end in outputs.finished}
         token_ids = unpack(outputs.token_ids).tolist()
@@ -284,11 +313,12 @@ class SchedulerLink:
             self._on_prompt_logprobs(outputs)
         position = 0
         columns = (outputs.handles, outputs.sequence_indexes, outputs.first_indexes, outputs.counts)
-        for place, (handle, index, first_index, count) in enumerate(zip(*map(unpack, columns), strict=True)):
+        rows = zip(*map(unpack, columns), unpack_doubles(outputs.cumulative_logprobs), strict=True)
+        for place, (handle, index, first_index, count, total) in enumerate(rows):
             live = self._live.get(handle)
             if live is not None:
                 tokens = token_ids[position : position + count]
-                _push(live, index, first_index, tokens, ends.pop((handle, index), None), logprobs.get(place))
+                _push(live, index, first_index, tokens, ends.pop((handle, index), None), logprobs.get(place), total)
             position += count
         for (handle, index), end in ends.items():
             live = self._live.get(handle)
@@ -314,25 +344,22 @@ class SchedulerLink:
         log.info("scheduler connected", extra={"model": welcome.model.model, "epoch": welcome.scheduler_epoch})
         self.welcome = welcome
         self._connected = True
-        self.draining = False
-        if self._lease is not None:
-            self._lease.cancel()
-            self._lease = None
+        went_in_order, self.draining = self.draining, False
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
         self._unanswered.clear()
         self._on_change()  # which says whether this scheduler is accepted
         for handle in self._resumed - self._live.keys():  # their clients left between Hello and Welcome
             self._send(pb.SessionRequest(cancel=pb.Cancel(handle=handle)))
         unknown = set(unpack(welcome.unknown_handles))
         for handle, live in list(self._live.items()):
-            if live.finished:  # its last message is on its way to the client
+            if live.over:  # its last message is on its way to the client
                 continue
             if not self.accepted:
-                live.fail(_lost(live, "its scheduler came back with another model"))
-            elif handle in unknown and not live.has_told:
-                live.restart()
-                self._send_submit(live)
+                live.fail(lost(live, "its scheduler came back with another model"))
             elif handle in unknown:
-                live.fail(_lost(live, "the scheduler does not know of it any more"))
+                self._on_lost(live, in_order=went_in_order)
             for stream in live.streams:
                 if stream.stopped and not stream.ended:
                     self.stop_sequence(handle, stream)
@@ -342,13 +369,33 @@ class SchedulerLink:
             return
         self._connected = False
         self.load = pb.Load()
-        assert self.welcome is not None
-        self._lease = asyncio.get_running_loop().call_later(self.welcome.lease_ms / 1e3, self._end_lease)
+        self._watch_worker()
+        self._patience = asyncio.get_running_loop().call_later(self._patience_s, self._give_up)
         self._on_change()
 
-    def _end_lease(self) -> None:
+    def _on_lost(self, live: LiveRequest, *, in_order: bool) -> None:
+        """The scheduler that had a request is gone, and another one stands in its place."""
+        if not in_order and live.lose() >= MOST_LOST:
+            return live.fail(lost(live, f"{MOST_LOST} schedulers in a row were lost while they had it"))
+        log.info("request goes on", extra={"request_id": live.request.request_id, "tokens": live.num_tokens})
+        return self._send_submit(live)
+
+    def _watch_worker(self) -> None:
+        if self._connected and not self.load.serving:
+            if self._worker_patience is None:
+                later = asyncio.get_running_loop().call_later
+                self._worker_patience = later(_WORKER_PATIENCE_S, self._desert)
+        elif self._worker_patience is not None:
+            self._worker_patience.cancel()
+            self._worker_patience, self._deserted = None, False
+
+    def _desert(self) -> None:
+        self._deserted = True
+        self._on_change()
+
+    def _give_up(self) -> None:
         for live in self._live.values():
-            live.fail(_lost(live, "the scheduler is gone"))
+            live.fail(lost(live, f"its scheduler has been away for {self._patience_s:g} s, and there is no other"))
 
     def break_off(self) -> None:
         """Ends what is live with an error: this router is about to go."""
@@ -372,10 +419,11 @@ def _push(
     token_ids: list[int],
     end: pb.Finished | None,
     logprobs: Logprobs | None = None,
+    cumulative_logprob: float = 0.0,
 ) -> None:
     """Hands tokens to their request; a bug in one request's text ends that request alone."""
     try:
-        live.push(index, first_index, token_ids, end, logprobs)
+        live.push(index, first_index, token_ids, end, logprobs, cumulative_logprob)
     except Exception:
         log.exception("bug", extra={"request_id": live.request.request_id})
         live.fail(
@@ -387,7 +435,8 @@ def _no_answer(error: grpc.aio.AioRpcError) -> Refusal:
     return unavailable("NO_SCHEDULER", f"the scheduler does not answer: {error.details()}")
 
 
-def _lost(live: LiveRequest, why: str) -> Refusal:
+def lost(live: LiveRequest, why: str) -> Refusal:
+    """The end of a request that can not go on."""
     return Refusal(_code_of_loss(live), "SCHEDULER_LOST", f"the request was lost: {why}", retry_delay_ms=1000)
 
 

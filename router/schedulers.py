@@ -1,7 +1,8 @@
 """The schedulers behind this router: which there are, which gets a request, and what becomes of it when one is lost.
 
-All serve one model. A request whose client has got nothing yet is not tied to its scheduler: when that is lost, or
-refuses, another one begins anew with it. One whose client has tokens stays, and ends if its scheduler stays away.
+All serve one model. No request is tied to its scheduler: when that is lost, hangs or goes away, another one goes on
+with it behind the tokens that are here already, and so does the same one when it is back. Sampling counts by request
+and position, so the tokens to come are those that would have come.
 """
 
 import asyncio
@@ -21,13 +22,11 @@ from protos.tls import TlsError
 from router.balance import choose, prefix_key
 from router.config import RouterSettings
 from router.live_request import LiveRequest, OutputStream
-from router.scheduler_link import SchedulerLink
+from router.scheduler_link import MOST_LOST, SchedulerLink, lost
 
 _DNS = "dns:///"
 # How often a name's addresses are looked up.
 _LOOKUP_INTERVAL_S = 5.0
-# Schedulers that a request may be given to, one after the other: it may be what kills them.
-_MAX_PLACES = 3
 _ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -48,17 +47,19 @@ class Schedulers:
         self._targets = settings.scheduler.split(",")
         self._tls = settings.scheduler_tls
         self._stall_s = settings.health_stall_s
+        self._patience_s = settings.scheduler_patience_s
         self._max_blocks = settings.affinity_blocks
         self._slack = settings.load_slack
         self._on_change = on_change
         self._handles = itertools.count(1)
         self._links: dict[str, SchedulerLink] = {}
         # What all must serve; None before the first connection.
-        self._model: tuple[str, int, int] | None = None
+        self._model: tuple[str, int, int, str, str] | None = None
         # Who gets requests now: those that serve, else those that take what will wait.
         self._takers: list[SchedulerLink] = []
-        # The schedulers that each live request was given to; the last one has it.
-        self._places: dict[int, list[SchedulerLink]] = {}
+        # Where each live request is, and the schedulers that would not take it.
+        self._places: dict[int, SchedulerLink] = {}
+        self._refusing: dict[int, set[SchedulerLink]] = {}
 
     @property
     def serving(self) -> bool:
@@ -98,19 +99,20 @@ class Schedulers:
         if link is None:
             raise unavailable("NO_SCHEDULER", "no scheduler is ready; retry")
         live.deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._places[live.handle] = [link]
+        self._places[live.handle] = link
         link.submit(live)
 
     def release(self, live: LiveRequest) -> None:
         """The request is answered, or its client is gone; in that case its blocks are free within a step."""
-        places = self._places.pop(live.handle, None)
-        if places is not None:
-            places[-1].release(live)
+        link = self._places.pop(live.handle, None)
+        self._refusing.pop(live.handle, None)
+        if link is not None:
+            link.release(live)
 
     def stop_sequence(self, handle: int, stream: OutputStream) -> None:
         """A stop string was found in this sequence, and ends with the last of its tokens that count."""
         if handle in self._places:
-            self._places[handle][-1].stop_sequence(handle, stream)
+            self._places[handle].stop_sequence(handle, stream)
 
     async def get_states(self) -> dict[str, pb.GetStateResponse | Refusal]:
         """Each scheduler's queues and blocks by its address, or why it does not tell."""
@@ -208,7 +210,7 @@ class Schedulers:
 
     def _link(self, address: str, server_name: str) -> SchedulerLink:
         line = rpc.Line(address, self._tls, server_name)
-        return SchedulerLink(address, self._stall_s, self._changed, self._refused, line)
+        return SchedulerLink(address, self._stall_s, self._patience_s, self._changed, self._refused, line)
 
     def _asked(self) -> list[SchedulerLink]:
         """Whom questions go to: a scheduler that is known to be away would be waited for."""
@@ -216,7 +218,7 @@ class Schedulers:
         return links if len(links) == 1 else [link for link in links if link.connected and not link.stalled]
 
     def _is_at(self, link: SchedulerLink, handle: int) -> bool:
-        return handle in self._places and self._places[handle][-1] is link
+        return self._places.get(handle) is link
 
     def _pick(self, live: LiveRequest, links: Sequence[SchedulerLink]) -> SchedulerLink | None:
         if len(links) < 2:
@@ -230,22 +232,22 @@ class Schedulers:
         return links[choose(key, names, loads, self._slack)]
 
     def _move(self, live: LiveRequest) -> bool:
-        """Gives a request of which nothing is told to another scheduler that serves; False where there is none."""
-        places = self._places[live.handle]
-        others = [link for link in self._takers if link.serving and link not in places]
-        link = self._pick(live, others) if len(places) < _MAX_PLACES else None
+        """Gives a request to another scheduler that serves; False where there is none."""
+        here, refusing = self._places[live.handle], self._refusing.get(live.handle, set())
+        link = self._pick(live, [link for link in self._takers if link is not here and link not in refusing])
         if link is None:
             return False
-        facts = {"request_id": live.request.request_id, "from": places[-1].address, "to": link.address}
-        log.info("request goes to another scheduler", extra=facts)
-        places[-1].release(live)
-        live.restart()
-        places.append(link)
+        facts = {"request_id": live.request.request_id, "from": here.address, "to": link.address}
+        log.info("request goes to another scheduler", extra=facts | {"tokens": live.num_tokens})
+        here.release(live)
+        self._places[live.handle] = link
         link.submit(live)
         return True
 
     def _refused(self, live: LiveRequest, refusal: Refusal) -> None:
-        if refusal.code not in _ELSEWHERE or live.has_told or not self._move(live):
+        here = self._places[live.handle]
+        self._refusing.setdefault(live.handle, set()).add(here)
+        if refusal.code not in _ELSEWHERE or not (self._move(live) or here.draining):
             live.fail(refusal)
 
     def _changed(self) -> None:
@@ -256,10 +258,18 @@ class Schedulers:
         self._takers = serving or [link for link in accepted if link.connected and not link.draining]
         if serving:
             for link in self._links.values():
-                if not link.load.serving or not link.accepted or link.stalled:
-                    for live in link.untold:
-                        self._move(live)
+                if link.gone:
+                    for live in link.live:
+                        self._hand_over(live, link)
         self._on_change()
+
+    def _hand_over(self, live: LiveRequest, link: SchedulerLink) -> None:
+        """Moves a request away from a scheduler that is gone, or about to go."""
+        self._refusing.pop(live.handle, None)
+        if not link.draining and live.lose() >= MOST_LOST:
+            live.fail(lost(live, f"{MOST_LOST} schedulers in a row were lost while they had it"))
+        else:
+            self._move(live)
 
     def _compare_models(self) -> None:
         """Accepts the schedulers of the model that was served so far, or if there is none any more, of the first one's.
@@ -294,9 +304,10 @@ def load_of(links: Sequence[SchedulerLink]) -> pb.Load:
     )
 
 
-def _model(welcome: pb.Welcome) -> tuple[str, int, int]:
+def _model(welcome: pb.Welcome) -> tuple[str, int, int, str, str]:
     """What must be equal where requests may go from one scheduler to another."""
-    return welcome.model.model, welcome.model.context_length, welcome.model.vocabulary_size
+    model = welcome.model
+    return model.model, model.context_length, model.vocabulary_size, model.dtype, model.quantization
 
 
 async def _answer(question: Awaitable[T]) -> T | Refusal:

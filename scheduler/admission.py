@@ -63,21 +63,12 @@ class Blocked:
 
 
 def check_submission(
-    policy: Policy,
-    waiting: FairQueue,
-    num_prompt_tokens: int,
-    n: int,
-    max_tokens: int,
-    beam: BeamParams | None,
-    priority: int,
-    tenant: str,
-    now: float,
+    policy: Policy, num_prompt_tokens: int, n: int, max_tokens: int, beam: BeamParams | None, priority: int
 ) -> None:
-    """Refuses what can never run, and what there is no room to let wait.
+    """Refuses what can never run.
 
     Raises:
         ValueError: no prompt, no tokens wanted, more sequences than can ever run together, or no such priority.
-        QueueFull: the queue is at a bound.
     """
     if not num_prompt_tokens or n < 1 or max_tokens < 1:
         raise ValueError("a request needs a prompt, at least one sequence and at least one token")
@@ -88,10 +79,14 @@ def check_submission(
         raise ValueError(f"{name} ({num_seqs}) is more than the {policy.max_num_seqs} that run together")
     if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise ValueError(f"priority ({priority}) is not in {MIN_PRIORITY} .. {MAX_PRIORITY}")
-    _check_room(policy, waiting, num_prompt_tokens, tenant, now)
 
 
-def _check_room(policy: Policy, waiting: FairQueue, num_prompt_tokens: int, tenant: str, now: float) -> None:
+def check_room(policy: Policy, waiting: FairQueue, num_prompt_tokens: int, tenant: str, now: float) -> None:
+    """Refuses what there is no room to let wait.
+
+    Raises:
+        QueueFull: the queue is at a bound.
+    """
     num_waiting, num_tokens, outflow = len(waiting), waiting.num_tokens, waiting.outflow
     outflow.note(now, num_waiting, waiting.num_entered - num_waiting, waiting.num_tokens_entered - num_tokens)
     num_own, most_own = waiting.num_waiting_of(tenant), policy.max_waiting_requests_per_tenant

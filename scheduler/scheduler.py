@@ -12,6 +12,7 @@ recomputation after a preemption are all "compute the next tokens"; who reaches 
 import itertools
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from protos.sampling_pb2 import Sampling
 from scheduler.admission import (
@@ -19,6 +20,7 @@ from scheduler.admission import (
     Blocked,
     Reason,
     can_allocate,
+    check_room,
     check_submission,
     max_tokens_that_fit,
     num_blocks_to_swap_in,
@@ -33,7 +35,7 @@ from scheduler.plan import Finished, Plan, StepOutputs, StepResult
 from scheduler.policy import Policy, PreemptionMode
 from scheduler.preemption import Preemption, Rates, choose_mode
 from scheduler.queues import Queues
-from scheduler.sequence import Sequence, SequenceGroup, Status
+from scheduler.sequence import Progress, Sequence, SequenceGroup, Status
 
 
 class Scheduler:
@@ -114,16 +116,22 @@ class Scheduler:
         tenant_weight: float = 1.0,
         now: float,
         deadline: float | None = None,
+        progress: Seq[Progress] | None = None,
     ) -> SequenceGroup:
         """Puts a new group into the waiting queue.
 
+        With `progress` it is one that was accepted elsewhere before, and whose sequences had output that there: the
+        queue's bounds do not apply to it.
+
         Raises:
-            ValueError: no prompt, no tokens wanted, more sequences than can ever run together, no such priority, or a
-                beam search with penalties or log-probabilities.
+            ValueError: no prompt, no tokens wanted, more sequences than can ever run together, no such priority, a
+                beam search with penalties or log-probabilities, or progress that does not fit.
             QueueFull: the queue is at a bound.
         """
         num_tokens, num_seqs = len(prompt_token_ids), n if beam is None else beam.width
-        check_submission(self.policy, self.queues.waiting, num_tokens, n, max_tokens, beam, priority, tenant, now)
+        check_submission(self.policy, num_tokens, n, max_tokens, beam, priority)
+        if progress is None:
+            check_room(self.policy, self.queues.waiting, num_tokens, tenant, now)
         number, stops = next(self._numbers), frozenset(stop_token_ids)
         group = SequenceGroup(
             number=number,
@@ -143,6 +151,8 @@ class Scheduler:
             deadline=deadline,
             beam=BeamSearch(beam, stops, min_tokens) if beam is not None else None,
         )
+        if progress:
+            group.take_up(progress)
         self.queues.submit(group)
         if deadline is not None:
             self._deadlines.watch(group, self.rates, self.num_live)
@@ -386,7 +396,7 @@ class Scheduler:
             self.queues.admit(group, len(tokens), prefix)
             if group.first_scheduled is None:
                 group.first_scheduled = now
-                group.num_cached_prompt_tokens = group.root.num_computed_tokens
+                group.num_cached_prompt_tokens = min(group.root.num_computed_tokens, group.num_prompt_tokens)
                 self.num_looked_up_tokens += group.num_prompt_tokens
                 self.num_found_tokens += group.num_cached_prompt_tokens
             else:

@@ -5,6 +5,7 @@ Token ids are numbers here; text is the router's, tensors are the worker's.
 
 import enum
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protos.logprobs import Logprobs
@@ -52,6 +53,19 @@ _LEGAL = {
         Status.FINISHED_ABORTED,
     },
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a sequence had output when its request was begun elsewhere.
+
+    Attributes:
+        ended: nothing more is wanted of it.
+    """
+
+    token_ids: "array[int]"
+    cumulative_logprob: float = 0.0
+    ended: bool = False
 
 
 class Sequence:
@@ -111,6 +125,16 @@ class Sequence:
         if self.num_expected_tokens < self.num_tokens:
             self.num_expected_tokens = self.num_tokens
         self.cumulative_logprob += logprob
+
+    def go_on_from(self, begun: Progress) -> None:
+        """Takes tokens that were sampled elsewhere; of the log-probability of each nothing is known here."""
+        self.output_token_ids = begun.token_ids
+        self.output_logprobs = array("f", bytes(4 * len(begun.token_ids)))
+        self.num_tokens += len(begun.token_ids)
+        self.num_expected_tokens = self.num_tokens
+        self.cumulative_logprob = begun.cumulative_logprob
+        if self.logprobs is not None:
+            self.logprobs = Logprobs.unknown(self.logprobs.num_top, len(begun.token_ids))
 
     def cut(self, num_output_tokens: int) -> None:
         """Drops what was sampled beyond `num_output_tokens`."""
@@ -286,6 +310,24 @@ class SequenceGroup:
         """Sets how many output tokens each sequence gets at most."""
         self.max_tokens = max_tokens
         self.expects_below = 0 if self.beam is not None else self.num_prompt_tokens + max_tokens - 1
+
+    def take_up(self, progress: Iterable[Progress]) -> None:
+        """Goes on from what its sequences had output elsewhere, as if they had been preempted since.
+
+        Raises:
+            ValueError: that is not of as many sequences, or leaves nothing to do.
+        """
+        for sequence, begun in zip(self.sequences, progress, strict=True):
+            if begun.ended:
+                sequence.move_to(Status.FINISHED_ABORTED)
+                self.live.remove(sequence)
+            elif len(begun.token_ids) < self.wanted_max_tokens:
+                sequence.go_on_from(begun)
+            else:
+                raise ValueError(f"sequence {sequence.index} has all of its {len(begun.token_ids)} tokens already")
+        if not self.live:
+            raise ValueError("all sequences have ended already")
+        self.forked = len(self.live) == 1
 
     def forget_steps_in_flight(self) -> None:
         """They are lost: nothing of what they were to sample and to tell will come."""

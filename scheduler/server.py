@@ -19,7 +19,7 @@ from scheduler.config import SchedulerSettings
 from scheduler.describe import describe, describe_request, locate
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Scheduler
-from scheduler.sequence import SequenceGroup
+from scheduler.sequence import Progress, SequenceGroup
 from scheduler.sessions import Outbox, RouterSession, Sessions
 
 _EARLY_STOPPING = {
@@ -239,6 +239,7 @@ class SessionService:
             tenant_weight=submit.tenant_weight or 1.0,
             now=now,
             deadline=now + submit.timeout_ms / 1e3 if submit.timeout_ms else None,
+            progress=_progress(submit.continuation) if submit.HasField("continuation") else None,
         )
 
     def _cancel(self, session: RouterSession, handle: int) -> None:
@@ -271,6 +272,10 @@ class SessionService:
 async def _write(outbox: Outbox, context: grpc.aio.ServicerContext) -> None:
     while (message := await outbox.take()) is not None:
         await context.write(message)
+
+
+def _progress(continuation: pb.Continuation) -> list[Progress]:
+    return [Progress(unpack(row.token_ids), row.cumulative_logprob, row.ended) for row in continuation.progress]
 
 
 def _drain(grace_s: float) -> pb.SessionResponse:

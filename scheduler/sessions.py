@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from protos import session_pb2 as pb
-from protos.columns import pack
+from protos.columns import pack, pack_doubles
 from protos.logprobs import Logprobs, to_columns
 from protos.trace_context import TraceContext
 from scheduler.plan import Finished, NewTokens
@@ -34,6 +34,8 @@ class Outbox:
         self._load: pb.Load | None = None
         # (handle, sequence index) -> index of the first token, tokens
         self._rows: dict[tuple[int, int], tuple[int, array[int]]] = {}
+        # The same keys, in the same order -> sum of the log-probabilities of all its tokens.
+        self._sums: dict[tuple[int, int], float] = {}
         # The same keys -> log-probabilities of the tokens, of requests that asked.
         self._logprobs: dict[tuple[int, int], Logprobs] = {}
         # handle -> log-probabilities of the prompt's tokens
@@ -66,6 +68,7 @@ class Outbox:
             self._rows[key] = (first_index, token_ids)
         else:
             row[1].extend(token_ids)
+        self._sums[key] = sequence.cumulative_logprob
         if sequence.logprobs is not None:
             logprobs = sequence.logprobs.part(first_index)
             if row is None:
@@ -101,6 +104,7 @@ class Outbox:
 
     def _take_outputs(self) -> pb.SessionResponse:
         rows, self._rows = self._rows, {}
+        sums, self._sums = self._sums, {}
         finished, self._finished = self._finished, []
         outputs = pb.StepOutputs(
             handles=pack(handle for handle, _ in rows),
@@ -109,6 +113,7 @@ class Outbox:
             counts=pack(len(token_ids) for _, token_ids in rows.values()),
             token_ids=b"".join(token_ids.tobytes() for _, token_ids in rows.values()),
             finished=finished,
+            cumulative_logprobs=pack_doubles(sums.values()),
         )
         if self._logprobs:
             logprobs, self._logprobs = self._logprobs, {}

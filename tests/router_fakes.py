@@ -12,7 +12,7 @@ from fakes import CONTEXT_LENGTH, VOCABULARY_SIZE, running, write_tokenizer
 
 import router.__main__ as router_main
 from protos import session_pb2
-from protos.columns import pack, unpack
+from protos.columns import pack, pack_doubles, unpack
 from protos.errors import Refusal
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
@@ -41,6 +41,7 @@ class FakeScheduler(SessionServiceServicer):
         model: what it says that it serves.
         num_blocks: of its KV cache.
         is_silent: whether it answers no pings.
+        is_new: whether it has no request that a router comes back for.
         heard: Submit, StopSequence and Cancel messages, in order.
         state: what GetState answers; None for no answer.
         explanations: what Explain answers, by request id.
@@ -50,6 +51,7 @@ class FakeScheduler(SessionServiceServicer):
     model: str = "fake"
     num_blocks: int = 64
     is_silent: bool = False
+    is_new: bool = False
     heard: "asyncio.Queue[session_pb2.SessionRequest]" = field(default_factory=asyncio.Queue)
     state: session_pb2.GetStateResponse | None = field(default_factory=session_pb2.GetStateResponse)
     explanations: dict[str, session_pb2.ExplainResponse] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class FakeScheduler(SessionServiceServicer):
     num_states: int = 0
 
     async def Session(self, requests, context):
-        await context.read()
+        resumed = [row.handle for row in (await context.read()).hello.resume]
         self._context = context
         model = session_pb2.ModelInfo(
             model=self.model,
@@ -67,7 +69,11 @@ class FakeScheduler(SessionServiceServicer):
             num_blocks=self.num_blocks,
         )
         welcome = session_pb2.Welcome(
-            scheduler_epoch=1, lease_ms=1000, model=model, limits=session_pb2.Limits(max_num_seqs=8)
+            scheduler_epoch=1,
+            lease_ms=1000,
+            model=model,
+            limits=session_pb2.Limits(max_num_seqs=8),
+            unknown_handles=pack(resumed if self.is_new else []),
         )
         await context.write(session_pb2.SessionResponse(welcome=welcome))
         await self.tell_load(serving=True)
@@ -119,8 +125,12 @@ class FakeScheduler(SessionServiceServicer):
             counts=pack(map(len, tokens.values())),
             token_ids=pack(list(b"".join(tokens.values()))),
             finished=ends,
+            cumulative_logprobs=pack_doubles([-1.0] * len(tokens)),
         )
         await self._context.write(session_pb2.SessionResponse(step_outputs=outputs))
+
+    async def accept(self, handle: int = 1) -> None:
+        await self._context.write(session_pb2.SessionResponse(accepted=session_pb2.Accepted(handle=handle)))
 
     async def reject(self, code: grpc.StatusCode, message: str, handle: int = 1) -> None:
         rejected = session_pb2.Rejected(handle=handle, code=code.value[0], message=message)
@@ -137,10 +147,17 @@ class RouterAlone:
     introspection: IntrospectionServiceStub
     stop: asyncio.Event
     address: str
+    scheduler_address: str
 
     @property
     def scheduler(self) -> FakeScheduler:
         return self.schedulers[0]
+
+    async def restart_scheduler(self) -> None:
+        """Ends the first scheduler's process, as it were, and starts another one at its address."""
+        await self.servers[0].stop(0)
+        self.scheduler.is_new = True
+        self.servers[0] = await start_scheduler(self.scheduler, self.scheduler_address)
 
     @property
     def scheduler_server(self) -> Server:
@@ -164,7 +181,7 @@ async def router_alone(*schedulers: FakeScheduler, **options: object) -> AsyncIt
             ):
                 await wait_for_serving(channel)
                 generation, introspection = GenerationServiceStub(channel), IntrospectionServiceStub(channel)
-                yield RouterAlone(schedulers, servers, generation, introspection, stop, settings.listen)
+                yield RouterAlone(schedulers, servers, generation, introspection, stop, settings.listen, behind[0])
         finally:
             for server in servers:
                 await server.stop(0)

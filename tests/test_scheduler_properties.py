@@ -1,8 +1,8 @@
 """Random walks over the scheduler core: whatever happens, no block leaks, no token is lost, everything ends once.
 
-Submit, plan, answer, abort, stop, preempt, lose the worker, let time pass, in any order, with up to three steps in
-flight, under any policy; `check()` after each. Forks, copies, swaps, evictions and deadlines come of themselves in
-pools this small. `make soak` walks for millions of steps.
+Submit, plan, answer, abort, stop, preempt, lose the worker, go on with what another scheduler began, let time pass, in
+any order, with up to three steps in flight, under any policy; `check()` after each. Forks, copies, swaps, evictions and
+deadlines come of themselves in pools this small. `make soak` walks for millions of steps.
 """
 
 import os
@@ -22,7 +22,7 @@ from scheduler.block_manager import BlockManager
 from scheduler.plan import Plan
 from scheduler.policy import Policy, PreemptionMode
 from scheduler.scheduler import Scheduler
-from scheduler.sequence import SequenceGroup, Status
+from scheduler.sequence import Progress, SequenceGroup, Status
 
 MAX_WAITING_REQUESTS, MAX_WAITING_TOKENS = 6, 60
 
@@ -82,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.in_flight: deque[Plan] = deque()
         self.pool_replaced = False
+        self.known_before: dict[tuple[int, int], int] = {}
 
     @rule(
         prompt=st.integers(1, 30),
@@ -182,6 +183,39 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.pool_replaced = True
             self.core.replace_pool(BlockManager(num_blocks, blocks.block_size, num_swap_blocks))
 
+    @precondition(lambda self: self.groups)
+    @rule(pick=st.randoms(use_true_random=False))
+    def go_on_as_another_group(self, pick):
+        """As a router does with what another scheduler has begun."""
+        begun = pick.choice(self.groups)
+        if not begun.live:
+            return
+        progress = [
+            Progress(each.output_token_ids[:], each.cumulative_logprob, ended=each.status.finished)
+            for each in (begun.sequences if begun.beam is None else ())
+        ]
+        told = any(each.token_ids for each in progress)
+        self.core.abort(begun)
+        group = self.core.submit(
+            request_id=f"r{len(self.groups)}",
+            prompt_token_ids=begun.prompt_token_ids,
+            n=begun.n,
+            max_tokens=begun.wanted_max_tokens,
+            min_tokens=begun.min_tokens,
+            stop_token_ids=[STOP],
+            sampling=None if told else begun.sampling,
+            beam=None if begun.beam is None else begun.beam._params,
+            salt=begun.salt,
+            tenant=begun.tenant,
+            tenant_weight=begun.tenant_weight,
+            now=self.now,
+            deadline=begun.deadline,
+            progress=progress,
+        )
+        self.groups.append(group)
+        for sequence in group.sequences:
+            self.known_before[group.number, sequence.index] = len(sequence.output_token_ids)
+
     @precondition(lambda self: self.core.num_running)
     @rule(pick=st.randoms(use_true_random=False))
     def preempt(self, pick):
@@ -197,7 +231,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def stop(self, pick, index, num_overrun):
         group = pick.choice(self.groups)
         live = next((sequence for sequence in group.live if sequence.index == index), None)
-        num_tokens = None if live is None else max(0, len(live.output_token_ids) - num_overrun)
+        known = self.known_before.get((group.number, index), 0)
+        num_tokens = None if live is None else max(known, len(live.output_token_ids) - num_overrun)
         finished = self.core.stop(group, index, num_tokens)
         if finished is not None:
             assert len(finished.sequence.output_token_ids) == num_tokens
