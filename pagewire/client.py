@@ -11,8 +11,10 @@ All options stand in `pagewire.request`, the results in `pagewire.results`, the 
 """
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -20,7 +22,7 @@ import grpc
 
 from pagewire import results
 from pagewire.access import Access
-from pagewire.errors import from_rpc_error
+from pagewire.errors import RequestError, from_rpc_error
 from pagewire.request import (
     Message,
     Options,
@@ -30,7 +32,8 @@ from pagewire.request import (
     generate_request,
     tokenize_request,
 )
-from pagewire.results import Completion, Delta, Model, Transcript
+from pagewire.results import Completion, Delta, Model
+from pagewire.resumption import Resumption
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.rpc import PUBLIC_MESSAGE_BYTES
@@ -57,37 +60,49 @@ _OPEN = Access()
 
 
 class Stream:
-    """Deltas as they come. Closing it, leaving its `with` block, or dropping it cancels what is still running."""
+    """Deltas as they come. Closing it, leaving its `with` block, or dropping it cancels what is still running.
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._transcript = Transcript()
+    A stream that breaks off goes on by itself, at the same server when it is back or at another one (`Resumption`).
+    """
+
+    def __init__(self, start: Callable[..., Any], request: pb.GenerateRequest, timeout: float | None) -> None:
+        self._start = start
+        self._resumption = Resumption(request, timeout)
+        self._call = start(request, timeout=timeout)
         self._pending: deque[Delta] = deque()
-        self._closed = False
+        self._closed = threading.Event()
 
     @property
     def completion(self) -> Completion:
         """The answer so far; whole, with usage and timings, once the stream has ended."""
-        return self._transcript.completion()
+        return self._resumption.transcript.completion()
 
     def close(self) -> None:
         """Cancels the request if it still runs; the stream gives nothing more."""
-        self._closed = True
+        self._closed.set()
         self._call.cancel()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Delta:
-        if self._closed:
-            raise StopIteration
         while not self._pending:
+            if self._closed.is_set():
+                raise StopIteration
             try:
                 response = next(self._call)
             except grpc.RpcError as error:
-                raise from_rpc_error(error) from None
-            self._pending.extend(self._transcript.add(response))
+                self._resume(from_rpc_error(error))
+            else:
+                self._pending.extend(self._resumption.add(response))
         return self._pending.popleft()
+
+    def _resume(self, error: RequestError) -> None:
+        delay_s = None if self._closed.is_set() else self._resumption.delay_after(error)
+        if delay_s is None:
+            raise error from None
+        if not self._closed.wait(delay_s):
+            self._call = self._start(self._resumption.request(), timeout=self._resumption.timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -102,19 +117,23 @@ class Stream:
 
 
 class AsyncStream:
-    """Deltas as they come. `aclose()`, leaving its `async with` block, or dropping it cancels what is still running."""
+    """Deltas as they come. `aclose()`, leaving its `async with` block, or dropping it cancels what is still running.
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    A stream that breaks off goes on by itself, as a `Stream` does.
+    """
+
+    def __init__(self, start: Callable[..., Any], request: pb.GenerateRequest, timeout: float | None) -> None:
+        self._start = start
+        self._resumption = Resumption(request, timeout)
+        self._call = start(request, timeout=timeout)
         self._loop = asyncio.get_running_loop()
-        self._transcript = Transcript()
         self._pending: deque[Delta] = deque()
         self._closed = False
 
     @property
     def completion(self) -> Completion:
         """The answer so far; whole, with usage and timings, once the stream has ended."""
-        return self._transcript.completion()
+        return self._resumption.transcript.completion()
 
     async def aclose(self) -> None:
         """Cancels the request if it still runs; the stream gives nothing more."""
@@ -125,17 +144,26 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._closed:
-            raise StopAsyncIteration
         while not self._pending:
+            if self._closed:
+                raise StopAsyncIteration
             try:
                 response = await self._call.read()
             except grpc.RpcError as error:
-                raise from_rpc_error(error) from None
+                await self._resume(from_rpc_error(error))
+                continue
             if response is _END:
                 raise StopAsyncIteration
-            self._pending.extend(self._transcript.add(response))
+            self._pending.extend(self._resumption.add(response))
         return self._pending.popleft()
+
+    async def _resume(self, error: RequestError) -> None:
+        delay_s = None if self._closed else self._resumption.delay_after(error)
+        if delay_s is None:
+            raise error from None
+        await asyncio.sleep(delay_s)
+        if not self._closed:
+            self._call = self._start(self._resumption.request(), timeout=self._resumption.timeout)
 
     async def __aenter__(self) -> Self:
         return self
@@ -174,7 +202,8 @@ class Client:
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
         """The same answer as it is made. Errors of the request come with the first delta."""
-        return Stream(self._stub.Generate(generate_request(prompt, options), timeout=timeout, metadata=self._metadata))
+        start = partial(self._stub.Generate, metadata=self._metadata)
+        return Stream(start, generate_request(prompt, options), timeout)
 
     def chat(
         self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
@@ -242,9 +271,8 @@ class AsyncClient:
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
         """The same answer as it is made. Errors of the request come with the first delta."""
-        return AsyncStream(
-            self._stub.Generate(generate_request(prompt, options), timeout=timeout, metadata=self._metadata)
-        )
+        start = partial(self._stub.Generate, metadata=self._metadata)
+        return AsyncStream(start, generate_request(prompt, options), timeout)
 
     async def chat(
         self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]

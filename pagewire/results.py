@@ -168,6 +168,10 @@ class Transcript:
             self._timings = _timings(response.timings)
         return deltas
 
+    def received(self) -> list[pb.Received]:
+        """What has come of each sequence, for a server that goes on behind it."""
+        return [sequence.received(index) for index, sequence in sorted(self._sequences.items())]
+
     def completion(self) -> Completion:
         """The answer so far."""
         outputs = tuple(sequence.output(index) for index, sequence in sorted(self._sequences.items()))
@@ -188,6 +192,12 @@ class _Sequence:
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         self.last = delta
+
+    def received(self, index: int) -> pb.Received:
+        num_bytes = sum(len(text.encode()) for text in self.texts)
+        num_tokens = max(len(self.token_ids), len(self.logprobs))
+        ended = self.last is not None and self.last.finish_reason is not None
+        return pb.Received(index=index, text_bytes=num_bytes, num_tokens=num_tokens, ended=ended)
 
     def output(self, index: int) -> Output:
         end = self.last or Delta(index, "")

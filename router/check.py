@@ -12,6 +12,7 @@ from protos.columns import pack, pack_floats
 from protos.errors import Refusal, Violation, invalid_argument, unsupported
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.sampling_pb2 import Sampling
+from router.received import check_resume
 from router.tokenizer import GenerationDefaults
 
 MAX_REQUEST_ID_BYTES = 128
@@ -90,6 +91,7 @@ class CheckedRequest:
     Attributes:
         n: sequences that are answered.
         scoped_id: the request id that the scheduler knows, which tells tenants apart.
+        resume: what the client has of the answer; None unless it takes it up again.
         num_sequences: sequences that the scheduler tells of; over n, the n best of them are answered.
         beam_search: None where tokens are sampled.
         stop_token_ids: of the client, and the model's own unless it ignores them.
@@ -110,6 +112,7 @@ class CheckedRequest:
     include_stop_string: bool
     with_token_ids: bool
     echo: str
+    resume: pb.Resume | None = None
     scoped_id: str = ""
     tenant: str = ""
     tenant_weight: float = 1.0
@@ -143,6 +146,8 @@ def check_before_tokenizing(
     in_range = -MAX_PRIORITY <= request.priority <= MAX_PRIORITY
     found.require("priority", in_range, f"is {request.priority}; must be in -{MAX_PRIORITY} .. {MAX_PRIORITY}")
     _check_printable("cache_salt", request.cache_salt, MAX_CACHE_SALT_BYTES, found)
+    if request.HasField("resume"):
+        found.violations += check_resume(request)
     if found.violations:
         raise invalid_argument(found.violations)
     later = _unsupported_fields(request)
@@ -209,6 +214,7 @@ def resolve(
         include_stop_string=stop.include_stop_string,
         with_token_ids=request.output.token_ids,
         echo=echo,
+        resume=request.resume if request.HasField("resume") else None,
     )
 
 
@@ -397,7 +403,7 @@ def _sampling(
         top_p=first_set("top_p", 1.0),
         top_k=int(first_set("top_k", 0)),
         min_p=first_set("min_p", 0.0),
-        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
+        seed=_seed(request),
         stop_token_ids=stop_token_ids,
         min_tokens=request.stop.min_tokens,
         num_prompt_tokens=num_prompt_tokens,
@@ -410,6 +416,12 @@ def _sampling(
         num_top_logprobs=output.logprobs if output.HasField("logprobs") else None,
         num_prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
     )
+
+
+def _seed(request: pb.GenerateRequest) -> int:
+    if request.HasField("resume"):
+        return request.resume.seed
+    return request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(64)
 
 
 def _beam_search(params: pb.SamplingParams) -> session_pb2.BeamSearch:

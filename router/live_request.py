@@ -20,6 +20,7 @@ from protos.trace_context import TraceContext
 from router.check import CheckedRequest
 from router.detokenizer import Detokenizer, Match, StopStrings
 from router.logprobs import of_prompt, token_logprobs
+from router.received import received_of
 from router.tokenizer import Tokenizer
 
 _FINISH_REASON = {
@@ -58,6 +59,8 @@ class OutputStream:
         # Of the delta's text. Appended to in the message, it would leave a copy of itself behind each time (arenas).
         self._pieces = [request.echo]
         self._has_delta = bool(request.echo)
+        # Of several that the best are chosen of nothing is told before the last message.
+        self._received = received_of(request.resume if request.num_sequences == request.n else None, index)
 
     @property
     def stopped(self) -> bool:
@@ -118,7 +121,7 @@ class OutputStream:
         delta, self._delta, self._has_delta = self._delta, pb.Output(index=self.index), False
         delta.text = "".join(self._pieces)
         self._pieces.clear()
-        return delta
+        return delta if self._request.resume is None or self._received.cut(delta) else None
 
     def _push_text(self, piece: str) -> None:
         if self.num_tokens > self._request.min_tokens:
@@ -196,6 +199,8 @@ class LiveRequest:
         self._prompt_logprobs: Logprobs | None = None
         # As the client gets them; None until they are written, empty once they are told.
         self._prompt_messages: list[pb.TokenLogprobs] | None = None
+        if request.resume is not None and request.resume.received:  # with whose first they came
+            self._prompt_messages = []
         self._heartbeat: pb.Heartbeat | None = None
         self._filled = asyncio.Event()
         if request.echo and not self._holds_back:
@@ -311,7 +316,7 @@ class LiveRequest:
                 if not outputs:
                     raise self._refusal
             heartbeat, self._heartbeat = self._heartbeat, None
-            if outputs:
+            if outputs or self.finished:  # a client that resumes may have all outputs, and lack the last message
                 self.num_taken += 1
                 response = pb.GenerateResponse(request_id=self.request.request_id, outputs=outputs)
                 if self._prompt_messages:

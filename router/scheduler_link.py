@@ -155,6 +155,14 @@ class SchedulerLink:
         except grpc.aio.AioRpcError as error:
             raise _no_answer(error) from error
 
+    async def has(self, scoped_id: str) -> bool:
+        """Whether it has this live request, of any router."""
+        try:
+            await self._stub.Explain(pb.ExplainRequest(request_id=scoped_id), timeout=_ANSWER_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False
+        return True
+
     async def locate(self, handles: list[int]) -> list[tuple[int, int]]:
         """(session_pb2.Status, place in its queue or -1) of each live request; 0 where the scheduler does not say."""
         request = pb.LocateRequest(router_id=self._router_id, handles=pack(handles))
@@ -269,6 +277,7 @@ class SchedulerLink:
             tracestate=live.trace.tracestate if live.trace else "",
             timeout_ms=0 if deadline is None else max(1, int((deadline - time.monotonic()) * 1e3)),
             continuation=live.continuation() if live.accepted else None,
+            adopt=live.request.resume is not None and not live.accepted,
         )
         if live.has_prompt_logprobs:
             submit.sampling.ClearField("num_prompt_logprobs")

@@ -89,13 +89,24 @@ class Schedulers:
         """A number that no other request of this router has."""
         return next(self._handles)
 
-    def submit(self, live: LiveRequest, timeout_s: float | None) -> None:
+    async def who_has(self, scoped_id: str) -> SchedulerLink | None:
+        """The scheduler that has this live request, of any router."""
+        asked = [link for link in self._takers if link.serving]
+        answers = await asyncio.gather(*(link.has(scoped_id) for link in asked))
+        return next((link for link, has in zip(asked, answers, strict=True) if has), None)
+
+    def submit(self, live: LiveRequest, timeout_s: float | None, holder: SchedulerLink | None = None) -> None:
         """Sends a request to a scheduler; `timeout_s` is how long its client still waits, None for ever.
+
+        Args:
+            live: the request.
+            timeout_s: from now on.
+            holder: a scheduler that has it already, of another call.
 
         Raises:
             Refusal: UNAVAILABLE, there is no scheduler that takes it.
         """
-        link = self._pick(live, self._takers)
+        link = holder if holder in self._takers else self._pick(live, self._takers)
         if link is None:
             raise unavailable("NO_SCHEDULER", "no scheduler is ready; retry")
         live.deadline = None if timeout_s is None else time.monotonic() + timeout_s

@@ -63,8 +63,8 @@ class GenerationService:
         self._tenants = tenants
         self._calls = calls
         self._tenant_limits = TenantLimits()
-        # By the ids that the scheduler knows.
-        self._live: dict[str, Permit] = {}
+        # By the ids that the scheduler knows; None while one is admitted.
+        self._live: dict[str, LiveRequest | None] = {}
         self._request_limits = RequestLimits(
             settings.max_prompt_tokens, settings.max_output_tokens, settings.max_n, settings.max_beam_width
         )
@@ -77,6 +77,7 @@ class GenerationService:
         ):
             with self.heartbeats.over(live):
                 response, last = await live.take()
+                response.seed = live.request.sampling.seed
                 await _tell_id(live, context)
                 await write(response)
                 while not last:
@@ -169,7 +170,7 @@ class GenerationService:
             tokens_per_minute=tenant.tokens_per_minute or 0,
         )
 
-    async def admit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> LiveRequest:
+    async def admit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> tuple[LiveRequest, Permit]:
         """Checks, tokenizes and submits a request."""
         call = self._calls.of(context)
         call.request_id = request.request_id[:MAX_REQUEST_ID_BYTES]
@@ -180,13 +181,14 @@ class GenerationService:
         call.operation = "chat" if request.HasField("chat") else "text_completion"
         call.request_id = request_id = request.request_id or self._new_id(tenant, call.header_id)
         scoped_id = self._tenants.scoped(tenant, request_id)
-        if scoped_id in self._live:
+        if scoped_id in self._live and not self._give_up(scoped_id, request):
             message = f"request_id: {request_id!r} is in use by a live request; send another or none"
             raise Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
         if len(self._live) >= self._settings.max_live_requests:
             message = f"this router answers {len(self._live)} requests already; retry, or use another"
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS", message, retry_delay_ms=1000)
-        permit = self._live[scoped_id] = self._tenant_limits.enter(tenant)
+        permit = self._tenant_limits.enter(tenant)
+        self._live[scoped_id] = None
         try:
             begin = time.monotonic()
             prompt_token_ids, text = await self._prompt(request)
@@ -194,6 +196,7 @@ class GenerationService:
             checked = resolve(request, request_id, prompt_token_ids, text if request.output.echo else "", model)
             checked = self._of_tenant(checked, tenant)
             self._tenant_limits.charge_prompt(permit, len(prompt_token_ids))
+            holder = await self._schedulers.who_has(scoped_id) if checked.resume is not None else None
             handle = self._schedulers.new_handle()
             live = LiveRequest(
                 handle,
@@ -203,22 +206,32 @@ class GenerationService:
                 on_stop=lambda stream: self._schedulers.stop_sequence(handle, stream),
                 trace=call.trace,
             )
-            self._schedulers.submit(live, context.time_remaining())
+            self._schedulers.submit(live, context.time_remaining(), holder)
         except BaseException:
             del self._live[scoped_id]
             self._tenant_limits.cancel(permit)
             raise
-        call.live = live
-        return live
+        call.live = self._live[scoped_id] = live
+        return live, permit
 
-    def release(self, live: LiveRequest, error: BaseException | None) -> None:
+    def release(self, live: LiveRequest, permit: Permit, error: BaseException | None) -> None:
         """Forgets a request that has ended, one way or another."""
-        permit = self._live.pop(live.request.scoped_id)
+        if self._live.get(live.request.scoped_id) is live:
+            del self._live[live.request.scoped_id]
         if isinstance(error, Refusal) and error.code in _TURNED_AWAY and live.num_tokens == 0:
             self._tenant_limits.cancel(permit)
         else:
             self._tenant_limits.leave(permit, live.num_tokens)
         self._schedulers.release(live)
+
+    def _give_up(self, scoped_id: str, request: pb.GenerateRequest) -> bool:
+        """Ends the call that has a request, if another one resumes it: its client's connection is dead."""
+        live = self._live[scoped_id]
+        if live is None or not request.HasField("resume") or live.request.sampling.seed != request.resume.seed:
+            return False
+        message = "another call has taken this request over"
+        live.fail(Refusal(grpc.StatusCode.ABORTED, "TAKEN_OVER", message))
+        return True
 
     def _new_id(self, tenant: Tenant, header_id: str) -> str:
         """An id for a request that brings none: its x-request-id, made unique where several requests share one."""
@@ -291,11 +304,11 @@ class _Admission:
         self._context = context
 
     async def __aenter__(self) -> LiveRequest:
-        self._live = await self._service.admit(self._request, self._context)
+        self._live, self._permit = await self._service.admit(self._request, self._context)
         return self._live
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._service.release(self._live, error)
+        self._service.release(self._live, self._permit, error)
         if self._service.meter is not None:
             self._context.set_trailing_metadata(self._service.meter.count())
 

@@ -200,6 +200,7 @@ class SequenceGroup:
         num_top_logprobs: tokens that each output token is told with; None where the client does not want to know.
         prompt_logprobs: of the prompt's tokens but the first, as far as they are computed; None like num_top_logprobs.
         num_told: how many of these are there, or come with a step in flight.
+        taken_up: whether what it had output elsewhere is not all known here.
     """
 
     number: int
@@ -234,6 +235,7 @@ class SequenceGroup:
     num_top_logprobs: int | None = field(init=False, default=None)
     prompt_logprobs: Logprobs | None = field(init=False, default=None)
     num_told: int = 0
+    taken_up: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.tenant_weight < float("inf"):
@@ -328,6 +330,7 @@ class SequenceGroup:
         if not self.live:
             raise ValueError("all sequences have ended already")
         self.forked = len(self.live) == 1
+        self.taken_up = True
 
     def forget_steps_in_flight(self) -> None:
         """They are lost: nothing of what they were to sample and to tell will come."""

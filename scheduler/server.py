@@ -20,7 +20,7 @@ from scheduler.describe import describe, describe_request, locate
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Progress, SequenceGroup
-from scheduler.sessions import Outbox, RouterSession, Sessions
+from scheduler.sessions import Outbox, RouterSession, Sessions, Ticket, taken_over
 
 _EARLY_STOPPING = {
     pb.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
@@ -197,7 +197,9 @@ class SessionService:
 
     def _submit(self, session: RouterSession, outbox: Outbox, submit: pb.Submit) -> None:
         known = self._sessions.find(submit.request_id)
-        if known is not None and (known.session is not session or known.handle != submit.handle):
+        if known is not None and submit.adopt and _has_seed(known.group, submit.sampling.seed):
+            known = self._adopt(known, session, submit)
+        elif known is not None and (known.session is not session or known.handle != submit.handle):
             message = f"request id {submit.request_id!r} is in use by a live request"
             return _reject(outbox, submit.handle, grpc.StatusCode.ALREADY_EXISTS, message)
         if known is None and submit.handle not in session.tickets:
@@ -216,6 +218,19 @@ class SessionService:
             self._loop.wake()
         accepted = pb.Accepted(handle=submit.handle)
         return outbox.put(pb.SessionResponse(accepted=accepted))
+
+    def _adopt(self, ticket: Ticket, session: RouterSession, submit: pb.Submit) -> Ticket | None:
+        """Gives a live request to another call; None if it ended instead, since it can not be told from the start."""
+        log.info("request taken over", extra={"request_id": submit.request_id, "router_id": session.router_id})
+        group = ticket.group
+        wanted = (group.prompt_token_ids, group.sampling, group.n, group.wanted_max_tokens)
+        same = wanted == (unpack(submit.prompt_token_ids), submit.sampling, submit.n, submit.max_tokens)
+        if same and not group.taken_up:
+            self._sessions.adopt(ticket, session, submit.handle)
+            return ticket
+        self._core().abort(group)
+        self._sessions.reject(ticket, taken_over(ticket.handle), time.monotonic())
+        return None
 
     def _submit_to_core(self, submit: pb.Submit) -> SequenceGroup:
         beam, now = None, time.monotonic()
@@ -272,6 +287,11 @@ class SessionService:
 async def _write(outbox: Outbox, context: grpc.aio.ServicerContext) -> None:
     while (message := await outbox.take()) is not None:
         await context.write(message)
+
+
+def _has_seed(group: SequenceGroup, seed: int) -> bool:
+    """Whether who asks for a live request is who made it: nobody else knows its seed."""
+    return group.sampling is not None and group.sampling.seed == seed
 
 
 def _progress(continuation: pb.Continuation) -> list[Progress]:

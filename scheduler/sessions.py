@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import grpc
+
 from protos import session_pb2 as pb
 from protos.columns import pack, pack_doubles
 from protos.logprobs import Logprobs, to_columns
@@ -219,6 +221,17 @@ class Sessions:
         tickets = [session.tickets.get(handle) for handle in handles] if session is not None else [None] * len(handles)
         return [ticket.group if ticket is not None and ticket.group.live else None for ticket in tickets]
 
+    def adopt(self, ticket: Ticket, session: RouterSession, handle: int) -> None:
+        """Another call, of any router, has a request from now on, and is told of it from its first token."""
+        del ticket.session.tickets[ticket.handle]
+        if ticket.session.outbox is not None:
+            ticket.session.outbox.put(pb.SessionResponse(rejected=taken_over(ticket.handle)))
+        ticket.session, ticket.handle = session, handle
+        for row in ticket.finished:
+            row.handle = handle
+        session.tickets[handle] = ticket
+        self.resume(ticket, array("i", [0] * len(ticket.group.sequences)))
+
     def end(self, ticket: Ticket, now: float) -> None:
         """A request has ended: its id is free for another, its ticket stays for resumption until `purge`."""
         self._release(ticket)
@@ -297,6 +310,12 @@ class Sessions:
             outbox.put_finished(row)
         if ticket.rejected is not None:
             outbox.put(pb.SessionResponse(rejected=ticket.rejected))
+
+
+def taken_over(handle: int) -> pb.Rejected:
+    """What a router is told whose request another call has now."""
+    code, message = grpc.StatusCode.ABORTED, "another call has taken this request over"
+    return pb.Rejected(handle=handle, code=code.value[0], message=message)
 
 
 def _finished_row(ticket: Ticket, end: Finished) -> pb.Finished:

@@ -115,6 +115,10 @@ class Target:
                 request.model = ""
             if answers.reason == "REQUEST_ID_IN_USE":
                 request.request_id = ""
+            lacks_something = any(violation.field.startswith("resume.") for violation in answers.violations)
+            if lacks_something or (request.HasField("resume") and not request.request_id):
+                request.ClearField("resume")
+                continue
             for violation in answers.violations:
                 leave_out(request, violation.field)
         raise AssertionError(f"refused again and again: {request}")

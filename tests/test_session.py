@@ -31,10 +31,9 @@ class HandRouter:
             handle=handle,
             request_id=request_id,
             prompt_token_ids=pack(list(prompt)),
-            sampling=Sampling(num_prompt_tokens=len(prompt)),
             n=n,
             max_tokens=max_tokens,
-            **options,
+            **({"sampling": Sampling(num_prompt_tokens=len(prompt))} | options),
         )
         await self.call.write(pb.SessionRequest(submit=submit))
 
@@ -130,6 +129,55 @@ async def test_the_end_of_a_sequence_that_is_told_twice_is_taken_once():
                         await plane.cut_sessions()
         assert ends == [0, 1]
         assert texts == ["", TEXT[1:41]]
+
+
+async def test_a_call_that_knows_the_seed_takes_a_live_request_over_and_is_told_of_all_of_it():
+    worker = FakeWorker()
+    async with plane_and_router(worker) as (plane, router), dial(plane.scheduler_address) as channel:
+        other = HandRouter(channel, "other")
+        await router.open()
+        await other.open()
+        await router.submit(max_tokens=150)
+        await router.tokens(3)
+        worker.gate.clear()
+        await other.submit(7, max_tokens=150, adopt=True, sampling=Sampling(num_prompt_tokens=3, seed=1))
+        assert (await other.next("rejected")).rejected.code == grpc.StatusCode.ALREADY_EXISTS.value[0]
+        await other.submit(8, max_tokens=150, adopt=True)
+        assert (await router.next("rejected")).rejected.code == grpc.StatusCode.ABORTED.value[0]
+        worker.gate.set()
+        assert await other.tokens(150) == [scripted(0, index) for index in range(150)]
+        router.call.cancel()
+        other.call.cancel()
+
+
+async def test_what_went_on_from_elsewhere_is_computed_anew_for_who_takes_it_over():
+    """Of what it had output elsewhere not all is known."""
+    worker = FakeWorker()
+    async with plane_and_router(worker) as (plane, router), dial(plane.scheduler_address) as channel:
+        other = HandRouter(channel, "other")
+        await router.open()
+        await other.open()
+        begun = pb.Progress(token_ids=pack([scripted(0, index) for index in range(5)]))
+        await router.submit(max_tokens=150, continuation=pb.Continuation(progress=[begun]))
+        assert outputs_of(await router.next("step_outputs"))[0][2] == 5
+        worker.gate.clear()
+        await other.submit(max_tokens=150, adopt=True)
+        await router.next("rejected")
+        worker.gate.set()
+        assert await other.tokens(150) == [scripted(0, index) for index in range(150)]
+        router.call.cancel()
+        other.call.cancel()
+
+
+async def test_progress_that_does_not_fit_is_refused():
+    async with plane_and_router(FakeWorker()) as (_, router):
+        await router.open()
+        rows = [pb.Progress(token_ids=pack([1, 2, 3]))], [pb.Progress(), pb.Progress()], [pb.Progress(ended=True)]
+        for handle, progress in enumerate(rows):
+            await router.submit(handle, max_tokens=3, continuation=pb.Continuation(progress=progress))
+            rejected = (await router.next("rejected")).rejected
+            assert (rejected.handle, rejected.code) == (handle, grpc.StatusCode.INVALID_ARGUMENT.value[0])
+        router.call.cancel()
 
 
 async def test_a_router_that_stays_away_loses_its_requests_when_the_lease_ends():

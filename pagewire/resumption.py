@@ -1,0 +1,82 @@
+"""How a stream that breaks off goes on: the same request again, with what has arrived of its answer.
+
+A server that dies, drains or is unreachable for a while costs a pause. Nothing is resumed for ever: after so many
+attempts in a row without a message between, the error is the caller's.
+"""
+
+import time
+
+import grpc
+
+from pagewire.errors import RequestError
+from pagewire.results import Delta, Transcript
+from protos.pagewire.v1 import generation_pb2 as pb
+
+# With the delays between them, half a minute.
+_MOST_ATTEMPTS = 12
+_FIRST_DELAY_S = 0.1
+_LONGEST_DELAY_S = 5.0
+# What a server says, or gRPC for it, when it goes and another one may do: ABORTED once a client has tokens, CANCELLED
+# for a call that crosses with its end.
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
+# A server that has no room now, or does not know yet that the broken call is dead. They matter only to who has begun.
+_NOT_YET = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
+
+
+class Resumption:
+    """One request through as many calls as it takes.
+
+    Args:
+        request: as it is sent first.
+        timeout: seconds for all calls together; None for no limit.
+
+    Attributes:
+        transcript: what has arrived.
+    """
+
+    def __init__(self, request: pb.GenerateRequest, timeout: float | None) -> None:
+        self.transcript = Transcript()
+        self._request = request
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._num_attempts = 0
+        self._begun = False
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that are left."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def request(self) -> pb.GenerateRequest:
+        """What the next call sends."""
+        if self._begun:
+            del self._request.resume.received[:]
+            self._request.resume.received.extend(self.transcript.received())
+        return self._request
+
+    def add(self, response: pb.GenerateResponse) -> list[Delta]:
+        """Takes the next message; gives its deltas."""
+        self._num_attempts = 0
+        if response.HasField("seed"):
+            self._begun = True
+            self._request.request_id = response.request_id
+            self._request.resume.seed = response.seed
+        return self.transcript.add(response)
+
+    def delay_after(self, error: RequestError) -> float | None:
+        """Seconds after which to try again; None where the error stands.
+
+        A stream that has not begun is tried once more, at once: the connection may have been a dead one.
+        """
+        self._num_attempts += 1
+        if not self._begun:
+            broken = error.code is grpc.StatusCode.UNAVAILABLE and not error.reason
+            return 0.0 if broken and self._num_attempts == 1 else None
+        if error.code not in _LOST and (error.code not in _NOT_YET or self._num_attempts == 1):
+            return None
+        if self._num_attempts > _MOST_ATTEMPTS:
+            return None
+        delay_s = min(_FIRST_DELAY_S * 2 ** (self._num_attempts - 1), _LONGEST_DELAY_S)
+        if error.code in _NOT_YET and error.retry_after_s is not None:
+            delay_s = max(delay_s, min(error.retry_after_s, _LONGEST_DELAY_S))
+        left = self.timeout
+        return delay_s if left is None or delay_s < left else None

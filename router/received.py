@@ -1,0 +1,60 @@
+"""What a client has of an output that it resumes: left out when the output is told again."""
+
+from dataclasses import dataclass
+
+from protos.errors import Violation
+from protos.pagewire.v1 import generation_pb2 as pb
+
+
+@dataclass(slots=True)
+class Received:
+    """What is still to be left out.
+
+    Attributes:
+        text_bytes: of text in UTF-8.
+        num_tokens: of token ids and log-probabilities.
+        ended: the client knows the end, and all before.
+    """
+
+    text_bytes: int = 0
+    num_tokens: int = 0
+    ended: bool = False
+
+    def cut(self, delta: pb.Output) -> bool:
+        """Takes out of a delta what the client has; whether anything is left."""
+        if self.ended:
+            return False
+        if self.text_bytes:
+            text = delta.text.encode()
+            delta.text = text[self.text_bytes :].decode(errors="ignore")
+            self.text_bytes = max(0, self.text_bytes - len(text))
+        if self.num_tokens:
+            num_here = max(len(delta.token_ids), len(delta.logprobs))
+            del delta.token_ids[: self.num_tokens], delta.logprobs[: self.num_tokens]
+            self.num_tokens = max(0, self.num_tokens - num_here)
+        return bool(delta.text or delta.token_ids or delta.logprobs or delta.finish_reason)
+
+
+def check_resume(request: pb.GenerateRequest) -> list[Violation]:
+    """What is wrong with a resumption, but for the request that is resumed."""
+    resume, n = request.resume, request.sampling.n if request.sampling.HasField("n") else 1
+    found = []
+    if not request.request_id:
+        found.append(Violation("request_id", "is required with resume: the one that the first message told"))
+    if not resume.HasField("seed"):
+        found.append(Violation("resume.seed", "is required: the one that the first message told"))
+    if len(resume.received) > n or len({row.index for row in resume.received}) < len(resume.received):
+        found.append(Violation("resume.received", f"must be at most one for each of the {n} outputs"))
+    for place, row in enumerate(resume.received[:n]):
+        if not (0 <= row.index < n and row.text_bytes >= 0 and row.num_tokens >= 0):
+            wanted = f"must have an index in 0 .. {n - 1}, and text_bytes and num_tokens of at least 0"
+            found.append(Violation(f"resume.received[{place}]", wanted))
+    return found
+
+
+def received_of(resume: pb.Resume | None, index: int) -> Received:
+    """What a client has of output `index`; nothing of a stream that it does not resume."""
+    for row in resume.received if resume is not None else ():
+        if row.index == index:
+            return Received(row.text_bytes, row.num_tokens, row.ended)
+    return Received()

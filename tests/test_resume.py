@@ -1,0 +1,215 @@
+"""Streams that break off and go on: the client's part, the router's, and both together."""
+
+import grpc
+import pytest
+from cluster import cluster
+from fakes import TEXT
+from pagewire_fakes import FakeGeneration, delta, last, serving
+from router_fakes import finished, router_alone
+
+from pagewire import AsyncClient, Client, errors, resumption
+from protos.errors import Refusal, unavailable
+from protos.pagewire.v1 import generation_pb2 as pb
+
+LOST = unavailable("DRAINING", "this router shut down")
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    monkeypatch.setattr(resumption, "_FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(resumption, "_LONGEST_DELAY_S", 0.01)
+
+
+# The client
+
+
+def breaking(*parts: list[pb.GenerateResponse], refusal: Refusal = LOST):
+    """Each call says its part; all but the last break off then."""
+    left = list(parts)
+
+    def script(request):
+        part = left.pop(0)
+        yield from part
+        if left:
+            raise refusal
+
+    return script
+
+
+def first(text: str, **fields: object) -> pb.GenerateResponse:
+    message = delta(text, **fields)
+    message.seed = 2**63 + 5
+    return message
+
+
+def test_a_stream_that_breaks_off_is_resumed_with_what_has_arrived_of_each_sequence():
+    fake = FakeGeneration()
+    begun = [first("Grüß", token_ids=[1, 2]), delta("b", index=1, token_ids=[3], finish_reason=pb.FINISH_REASON_STOP)]
+    fake.script = breaking(begun, [first(" dich", token_ids=[4])], [last(first(".", token_ids=[5]))])
+    with serving(fake) as target, Client(target) as client:
+        stream = client.stream("Hi", n=2, temperature=0.5, token_ids=True)
+        assert [piece.text for piece in stream] == ["Grüß", "b", " dich", "."]
+        assert stream.completion.outputs[0].token_ids == (1, 2, 4, 5)
+        assert stream.completion.usage is not None
+    asked, again, once_more = fake.requests
+    assert not asked.HasField("resume")
+    assert (again.request_id, again.resume.seed, again.text, again.sampling) == ("r1", 2**63 + 5, "Hi", asked.sampling)
+    ended = pb.Received(index=1, text_bytes=1, num_tokens=1, ended=True)
+    assert list(again.resume.received) == [pb.Received(index=0, text_bytes=6, num_tokens=2), ended]
+    assert list(once_more.resume.received) == [pb.Received(index=0, text_bytes=11, num_tokens=3), ended]
+
+
+async def test_an_asynchronous_stream_is_resumed_too():
+    fake = FakeGeneration()
+    fake.script = breaking([first("a")], [last(first("b"))])
+    with serving(fake) as target:
+        async with AsyncClient(target) as client:
+            assert [piece.text async for piece in client.stream("Hi", timeout=30)] == ["a", "b"]
+    assert 0 < fake.timeouts_s[1] < fake.timeouts_s[0] + 0.1
+
+
+def test_a_stream_that_never_comes_further_is_given_up():
+    fake = FakeGeneration()
+    fake.script = breaking([first("a")], *[[] for _ in range(20)])
+    with serving(fake) as target, Client(target) as client:
+        stream = client.stream("Hi")
+        assert next(stream).text == "a"
+        with pytest.raises(errors.Unavailable, match="shut down"):
+            next(stream)
+    assert len(fake.requests) == 1 + resumption._MOST_ATTEMPTS
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT])
+def test_what_no_other_server_mends_is_not_resumed(code):
+    fake = FakeGeneration()
+    fake.script = breaking([first("a")], [first("b")], refusal=Refusal(code, "BUG", "no"))
+    with serving(fake) as target, Client(target) as client, pytest.raises(errors.RequestError, match="no"):
+        list(client.stream("Hi"))
+    assert len(fake.requests) == 1
+
+
+def test_a_full_server_is_waited_for_by_who_has_begun_only():
+    full = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "FULL", "full", retry_delay_ms=60_000)
+    refusals = iter([LOST, full, full])
+
+    def script(request):
+        yield from [first("a")] if not request.HasField("resume") else []
+        if (refusal := next(refusals, None)) is not None:
+            raise refusal
+        yield last(first("b"))
+
+    fake = FakeGeneration()
+    fake.script = script
+    with serving(fake) as target, Client(target) as client:
+        assert [piece.text for piece in client.stream("Hi")] == ["a", "b"]
+        fake.script = breaking([], [], refusal=full)
+        with pytest.raises(errors.QueueFull):
+            list(client.stream("Hi"))
+
+
+# The router
+
+
+def resuming(seed: int | None = 7, *received: pb.Received, **fields: object) -> pb.GenerateRequest:
+    stop = pb.StopConditions(max_tokens=9, ignore_eos=True)
+    resume = pb.Resume(seed=seed, received=received)
+    return pb.GenerateRequest(**({"request_id": "r", "text": "p", "stop": stop, "resume": resume} | fields))
+
+
+async def test_the_first_message_tells_the_seed_and_no_other_does():
+    async with router_alone() as plane:
+        call = plane.generation.Generate(pb.GenerateRequest(text="p", stop=pb.StopConditions(max_tokens=2)))
+        submit = await plane.scheduler.submitted()
+        assert not submit.adopt
+        await plane.scheduler.tell({0: b"a"})
+        assert (await call.read()).seed == submit.sampling.seed
+        await plane.scheduler.tell({0: b"b"}, finished(), first=1)
+        assert not (await call.read()).HasField("seed")
+
+
+async def test_a_resumed_stream_begins_behind_what_its_client_has():
+    received = pb.Received(index=0, text_bytes=3, num_tokens=3), pb.Received(index=1, text_bytes=2, ended=True)
+    output, sampling = pb.OutputOptions(token_ids=True), pb.SamplingParams(n=2)
+    async with router_alone() as plane:
+        call = plane.generation.Generate(resuming(7, *received, output=output, sampling=sampling))
+        submit = await plane.scheduler.submitted()
+        assert (submit.adopt, submit.sampling.seed, submit.request_id) == (True, 7, "r")
+        await plane.scheduler.tell({0: b"ab", 1: b"no"}, finished(1))
+        await plane.scheduler.tell({0: b"cde"}, first=2)
+        message = await call.read()
+        assert [(row.index, row.text, bytes(row.token_ids)) for row in message.outputs] == [(0, "de", b"de")]
+        await plane.scheduler.tell({0: b"f"}, finished(), first=5)
+        message = await call.read()
+        assert (message.outputs[0].text, message.usage.completion_tokens) == ("f", 8)
+        assert await call.read() is grpc.aio.EOF
+
+
+async def test_a_client_that_lacks_only_the_last_message_gets_it():
+    async with router_alone() as plane:
+        call = plane.generation.Generate(resuming(7, pb.Received(index=0, text_bytes=2, ended=True)))
+        await plane.scheduler.submitted()
+        await plane.scheduler.tell({0: b"ab"}, finished())
+        message = await call.read()
+        assert (len(message.outputs), message.usage.completion_tokens) == (0, 2)
+        assert await call.read() is grpc.aio.EOF
+
+
+async def test_a_request_that_is_resumed_leaves_the_call_whose_connection_is_dead():
+    async with router_alone() as plane:
+        asked = resuming(sampling=pb.SamplingParams(seed=7))
+        asked.ClearField("resume")
+        dead = plane.generation.Generate(asked)
+        handle = (await plane.scheduler.submitted()).handle
+        with pytest.raises(grpc.aio.AioRpcError, match="is in use"):
+            await plane.generation.Generate(resuming(8)).read()
+        call = plane.generation.Generate(resuming(7))
+        with pytest.raises(grpc.aio.AioRpcError, match="taken this request over"):
+            await dead.read()
+        heard = {
+            message.WhichOneof("message"): message for message in [await plane.scheduler.heard.get() for _ in "ab"]
+        }
+        assert heard["cancel"].cancel.handle == handle
+        await plane.scheduler.tell({0: b"ab"}, finished(handle=handle + 1), handle=heard["submit"].submit.handle)
+        assert (await call.read()).outputs[0].text == "ab"
+
+
+@pytest.mark.parametrize(
+    "request_, field",
+    [
+        (resuming(request_id=""), "request_id"),
+        (resuming(None), "resume.seed"),
+        (resuming(7, pb.Received(index=1)), "resume.received[0]"),
+        (resuming(7, pb.Received(text_bytes=-1)), "resume.received[0]"),
+        (resuming(7, pb.Received(), pb.Received()), "resume.received"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_resumption_that_is_not_whole_is_refused_by_field(request_, field):
+    async with router_alone() as plane:
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await plane.generation.Generate(request_).read()
+        assert [row.field for row in errors.from_rpc_error(info.value).violations] == [field]
+
+
+# Real processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_schedulers", [1, 2])
+async def test_clients_go_on_at_another_router_when_theirs_is_killed(num_schedulers):
+    with cluster(num_routers=2, num_schedulers=num_schedulers, step_ms=5) as running:
+        first, second = running.routers
+        running.wait_for_serving(second)
+        async with AsyncClient(f"ipv4:127.0.0.1:{first},127.0.0.1:{second}") as client:
+            streams = [client.stream(f"{n} p", max_tokens=200, ignore_eos=True, token_ids=True) for n in range(8)]
+            begun = [await anext(stream) for stream in streams]
+            running.routers.pop(first).process.kill()
+            for stream, begin in zip(streams, begun, strict=True):
+                text = begin.text + "".join([piece.text async for piece in stream])
+                assert text in TEXT * 6
+                output = stream.completion.outputs[0]
+                assert (output.text, len(output.token_ids)) == (text, 200)
+                assert stream.completion.usage.completion_tokens == 200
+        while (state := running.state()).num_running + state.num_waiting:
+            pass
+        assert state.block_pool.num_held == 0
