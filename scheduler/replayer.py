@@ -1,5 +1,6 @@
 """A recorded scheduler that lives again, call by call: the core is pure, so the same calls decide the same."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -86,11 +87,11 @@ class Replayer:
             yield Call(place, self._now, name, tuple(args), outcome, told, then is not None)
 
     def _make(self, name: str, args: list[Any], options: dict[str, Any]) -> object:
-        if name == "schedule":
-            self._now = args[0] - self.head["clock"]
-        elif "now" in options:
-            self._now = options["now"] - self.head["clock"]
         try:
+            if name == "schedule":
+                self._now = args[0] - self.head["clock"]
+            elif "now" in options:
+                self._now = options["now"] - self.head["clock"]
             outcome = getattr(self.core, name)(*args, **options)
         except Exception as error:
             return error
@@ -132,10 +133,13 @@ def _head(file: BinaryIO) -> dict[str, Any]:
     if not line:
         raise NotReplayable("it is empty: the scheduler that was to write it had no worker yet, or no room on the disk")
     try:
-        head = reader().decode(line.decode())
-        version = head["pagewire_record"]
+        version = json.loads(line)["pagewire_record"]
     except (ValueError, TypeError, KeyError) as error:
         raise NotReplayable("it is no record of a scheduler") from error
     if version != VERSION:
         raise NotReplayable(f"it is a record of version {version}; this Pagewire replays version {VERSION}")
-    return dict(head)
+    try:
+        head = reader().decode(line.decode())
+        return {name: head[name] for name in ("pagewire", "worker", "time", "clock", "policy", "pool")}
+    except (ValueError, TypeError, KeyError) as error:
+        raise NotReplayable(f"line 1 is damaged, or of another release: {error}") from error

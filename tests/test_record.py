@@ -199,6 +199,20 @@ def test_a_record_that_can_not_be_begun_is_refused_at_the_start(place, words, tm
     assert f"--record: can not write {tmp_path / place}: {words}" in capsys.readouterr().err
 
 
+def test_a_scheduler_that_is_started_again_on_a_full_disk_serves(monkeypatch, caplog):
+    def full(path: Path) -> Recorder:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    runs = []
+    monkeypatch.setattr(Recorder, "open", full)
+    monkeypatch.setattr("sys.argv", ["scheduler", "--record", "record"])
+    monkeypatch.setattr("protos.process.start_logging", lambda *_: None)
+    monkeypatch.setattr("protos.process.run", runs.append)
+    scheduler_main.main()
+    assert len(runs) == 1
+    assert [line.getMessage() for line in caplog.records] == ["--record: nothing is recorded"]
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -206,6 +220,10 @@ def test_a_record_that_can_not_be_begun_is_refused_at_the_start(place, words, tm
         (b"# Pagewire\n", "it is no record"),
         (b"\xff" * (1 << 17), "it is no record"),
         (b'{"pagewire_record":2}\n', "it is a record of version 2; this Pagewire replays version 1"),
+        (
+            b'{"pagewire_record":1,"policy":{"$Policy":{"luck":1}}}\n',
+            "line 1 is damaged, or of another .*luck",
+        ),
     ],
 )
 def test_a_file_that_is_no_record_is_refused(data, words):
