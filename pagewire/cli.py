@@ -1,4 +1,4 @@
-"""The command line: `pagewire up|down|status|health|model|generate|chat|tokenize|top|explain|bench|demo|token`.
+"""The command line: `pagewire up|down|status|health|model|generate|chat|tokenize|top|explain|replay|bench|demo|token`.
 
 Options and help stand here, what the commands do in the modules that they import when they run: `pagewire --help` and
 `pagewire health` start fast.
@@ -131,6 +131,9 @@ def up(
     ] = 1,
     log_level: Annotated[LogLevel | None, typer.Option(help="Least severe line logged.")] = None,
     log_format: Annotated[LogFormat | None, typer.Option(help="Text, or a JSON object per line.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="File for all that the scheduler decides, for `replay`; prompts are in it.")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="SERVICE.OPTION=VALUE", help="Any other option of a service.")
     ] = None,
@@ -152,6 +155,7 @@ def up(
         served_model_name=served_model_name,
         log_level=log_level and log_level.value,
         log_format=log_format and log_format.value,
+        record=None if record is None else str(record),
     )
     told = (*shared, *map(Setting.parse, settings or ()))
     options = LaunchOptions(model, host, port, told, log_file, ctx.obj, routers)
@@ -364,6 +368,22 @@ def explain(ctx: typer.Context, request_id: str, target: Target = DEFAULT_TARGET
     from pagewire.explain import show
 
     show(target, request_id, _console(), ctx.obj)
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="What a scheduler wrote with --record.")],
+    check: Annotated[bool, typer.Option("--check", help="Check the scheduler's invariants after each call.")] = False,
+    request: Annotated[str | None, typer.Option(metavar="ID", help="Tell the story of one request.")] = None,
+) -> None:
+    """Decide again what a scheduler decided. Exit 1 if anything is decided otherwise, 2 if the file is no record."""
+    import subprocess
+
+    from pagewire.processes import environment, module_command
+
+    told = ["--check"] * check + ([f"--request={request}"] if request is not None else [])
+    command = module_command("scheduler.replay", [*told, "--", str(file)])
+    raise typer.Exit(subprocess.run(command, env=environment(), check=False).returncode)
 
 
 @app.command()

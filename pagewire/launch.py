@@ -21,6 +21,7 @@ SHARED_OPTIONS = {
     "served_model_name": ("worker",),
     "max_num_seqs": ("scheduler",),
     "max_num_batched_tokens": ("scheduler", "worker"),
+    "record": ("scheduler",),
     "log_level": SERVICES,
     "log_format": SERVICES,
 }

@@ -1,8 +1,11 @@
 """`python -m scheduler`: the scheduler process."""
 
 import asyncio
+import errno
 import logging
 import secrets
+import sys
+from pathlib import Path
 
 from protos import process, session_pb2, telemetry
 from protos.rpc import Server, Service
@@ -11,6 +14,7 @@ from scheduler.config import SchedulerSettings
 from scheduler.loop import SchedulerLoop
 from scheduler.metrics import metrics_of
 from scheduler.observer import Observer
+from scheduler.recorder import Recorder
 from scheduler.server import SessionService
 from scheduler.sessions import Sessions
 from scheduler.watchdog import Watchdog
@@ -20,12 +24,12 @@ _HEALTH_INTERVAL_S = 1.0
 log = logging.getLogger("scheduler")
 
 
-async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
+async def serve(settings: SchedulerSettings, stop: asyncio.Event, recorder: Recorder | None = None) -> None:
     """Serves routers until `stop` is set; health is SERVING while steps complete, or would."""
     tracer = telemetry.start_tracer("scheduler", settings)
     observer = Observer(tracer)
     sessions = Sessions(observer.added, observer.ended)
-    loop = SchedulerLoop(settings, sessions, observer)
+    loop = SchedulerLoop(settings, sessions, observer, recorder=recorder)
     service = SessionService(settings, loop, sessions, epoch=secrets.randbits(63))
     name = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
     server = Server([Service(name, add_SessionServiceServicer_to_server, service)])
@@ -68,7 +72,20 @@ def main() -> None:
     """Entry point."""
     settings = SchedulerSettings.parse("scheduler")
     process.start_logging("scheduler", settings)
-    process.run(lambda stop: serve(settings, stop))
+    recorder = None if settings.record is None else _open(settings.record)
+    process.run(lambda stop: serve(settings, stop, recorder))
+
+
+def _open(path: Path) -> Recorder | None:
+    """A recorder; None where the disk is full, on which a scheduler that is started again has to serve all the same."""
+    try:
+        return Recorder.open(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            log.error("--record: nothing is recorded", extra={"file": path, "error": error.strerror})
+            return None
+        print(f"python -m scheduler: --record: can not write {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

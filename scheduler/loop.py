@@ -21,6 +21,7 @@ from scheduler.config import SchedulerSettings
 from scheduler.observer import Observer
 from scheduler.pacing import Pacing
 from scheduler.plan import Finished, Plan, StepResult
+from scheduler.recorder import Recorder
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup
 from scheduler.sessions import Sessions
@@ -52,6 +53,7 @@ class SchedulerLoop:
         sessions: Sessions,
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
+        recorder: Recorder | None = None,
     ) -> None:
         self.core: Scheduler | None = None
         self.info: GetInfoResponse | None = None
@@ -66,6 +68,7 @@ class SchedulerLoop:
         self._sessions = sessions
         self._observer = observer
         self._clock = clock
+        self._recorder = recorder
         self._work = asyncio.Event()
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()
@@ -160,6 +163,9 @@ class SchedulerLoop:
         pools = BlockManager(info.num_blocks, info.block_size, info.num_cpu_blocks)
         if self.core is None:
             self.core = Scheduler(policy, pools)
+            if self._recorder is not None:
+                facts = {name: getattr(info, name) for name in ("model", "dtype", "quantization", "device")}
+                self._recorder.attach(self.core, facts)
             self.info = info
             self.ready.set()
         assert self.info is not None
@@ -171,7 +177,7 @@ class SchedulerLoop:
         if (info.num_blocks, info.num_cpu_blocks) != (self.core.blocks.num_blocks, self.core.blocks.num_swap_blocks):
             self.core.replace_pool(pools)
         if info.swap_ms_per_block:
-            self.core.rates.note_swap(1, info.swap_ms_per_block / 1e3)
+            self.core.note_swap(1, info.swap_ms_per_block / 1e3)
         self.info = info
         facts = {"model": info.model, "blocks": info.num_blocks, "block_size": info.block_size, "epoch": info.epoch}
         log.info("worker connected", extra=facts)

@@ -223,6 +223,10 @@ class Scheduler:
             most = max_tokens_that_fit(group.num_prompt_tokens, group.num_seqs, blocks)
             group.cap(min(group.wanted_max_tokens, most))
 
+    def note_swap(self, num_blocks: int, swap_s: float) -> None:
+        """Takes what a worker measured of its swapping before its first step."""
+        self.rates.note_swap(num_blocks, swap_s)
+
     def schedule(self, now: float) -> Plan:
         """Plans one step.
 

@@ -177,7 +177,7 @@ def test_delays_double_up_to_their_bound_and_five_deaths_in_a_minute_are_too_man
 
 
 def test_options_reach_the_services_that_they_are_for():
-    shared = shared_settings(dtype="float32", max_num_batched_tokens=64, log_level=None, max_num_seqs=8)
+    shared = shared_settings(dtype="float32", max_num_batched_tokens=64, log_level=None, max_num_seqs=8, record="r")
     extra = (Setting.parse("scheduler.chunked_prefill=false"), Setting.parse("worker.num-gpu-blocks=8"))
     worker, scheduler, router = services(LaunchOptions("/m", "0.0.0.0", 7000, (*shared, *extra)), "/d")
     assert " ".join(worker.command[2:]) == (
@@ -186,7 +186,7 @@ def test_options_reach_the_services_that_they_are_for():
     )
     assert " ".join(scheduler.command[2:]) == (
         "-m scheduler --listen unix:/d/scheduler.sock --worker unix:/d/worker.sock"
-        " --max-num-batched-tokens=64 --max-num-seqs=8 --no-chunked-prefill"
+        " --max-num-batched-tokens=64 --max-num-seqs=8 --record=r --no-chunked-prefill"
     )
     assert " ".join(router.command[2:]) == (
         "-m router --listen 0.0.0.0:7000 --scheduler unix:/d/scheduler.sock --model /m"

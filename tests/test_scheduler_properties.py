@@ -75,7 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             aging_s=2.0,
             max_steps_in_flight=max_steps_in_flight,
         )
-        self.core = Scheduler(policy, BlockManager(num_blocks, block_size, num_swap_blocks))
+        self.core = self.new_core(policy, BlockManager(num_blocks, block_size, num_swap_blocks))
         self.memory = Memory(block_size)
         self.groups: list[SequenceGroup] = []
         self.ended: set[tuple[int, int]] = set()
@@ -83,6 +83,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight: deque[Plan] = deque()
         self.pool_replaced = False
         self.known_before: dict[tuple[int, int], int] = {}
+
+    def new_core(self, policy: Policy, blocks: BlockManager) -> Scheduler:
+        return Scheduler(policy, blocks)
 
     @rule(
         prompt=st.integers(1, 30),

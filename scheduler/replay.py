@@ -1,0 +1,190 @@
+"""`python -m scheduler.replay`, which `pagewire replay` runs: looks again at what a recorded scheduler decided.
+
+Prints what was recorded, and whether every decision is the same this time. Where one differs, the core is not the one
+that was recorded, or it depends on something that no call tells it.
+"""
+
+import argparse
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from scheduler.admission import QueueFull
+from scheduler.plan import Finished, Plan, Row, StepOutputs
+from scheduler.record import OUTPUT_FIGURES, PLAN_FIGURES
+from scheduler.replayer import Call, NotReplayable, Replayer
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import SequenceGroup
+
+# Of a plan that differs so many rows are shown.
+_NUM_ROWS = 32
+
+
+def replay(file: BinaryIO, *, check: bool = False, request_id: str | None = None) -> int:
+    """Replays a record, and prints what there is to say; gives the exit status: 0 if all is as it was, else 1.
+
+    Args:
+        file: the record.
+        check: whether to look at the core's invariants after each call.
+        request_id: a request whose story is told on the way.
+
+    Raises:
+        NotReplayable: it is no record, or is damaged.
+    """
+    replayer = Replayer(file)
+    core = replayer.core
+    print(*_about(replayer), sep="\n")
+    totals: Counter[str] = Counter()
+    failed: Call | None = None
+    for call in replayer.calls():
+        totals.update(_figures(call))
+        for group, event in _events(call) if request_id is not None else ():
+            if group.request_id == request_id:
+                print(f"{call.now:8.3f} s  step {core.num_steps}: {event}")
+        if call.ended and call.digest != call.then:
+            print(*_difference(call, core.num_steps), sep="\n")
+            return 1
+        if isinstance(call.outcome, Exception):
+            if not isinstance(call.outcome, QueueFull | ValueError):  # which refuse a request
+                failed = failed or call
+        elif check and (wrong := _broken(core)):
+            print(f"broken    step {core.num_steps}, line {call.line}: after {call.name}, {wrong}")
+            return 1
+    print("replayed  " + " ".join(f"{name}={number}" for name, number in totals.items() if number))
+    if failed is not None:
+        print(*_failure(failed), sep="\n")
+    print("result    every decision is the same" + ("; the last line of the record is cut off" if replayer.cut else ""))
+    return 0
+
+
+def _about(replayer: Replayer) -> Iterator[str]:
+    head, policy, pool = replayer.head, replayer.core.policy, replayer.core.blocks
+    began = datetime.fromtimestamp(head["time"], UTC).isoformat(timespec="seconds")
+    yield f"recorded  {began} by pagewire {head['pagewire']}"
+    yield "worker    " + " ".join(f"{name}={value}" for name, value in head["worker"].items() if value)
+    values = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    yield "policy    " + " ".join(f"{name}={getattr(value, 'value', value)}" for name, value in values.items())
+    yield f"pool      {pool.num_blocks} blocks of {pool.block_size} tokens, {pool.num_swap_blocks} to swap to"
+
+
+def _figures(call: Call) -> Counter[str]:
+    figures = Counter({call.name: 1})
+    match call.outcome:
+        case Plan() as plan:
+            figures |= Counter(tokens_computed=plan.num_tokens, preempted=len(plan.preempted))
+        case StepOutputs() as outputs:
+            counts = [len(new.sequence.output_token_ids) - new.first_index for new in outputs.new_tokens]
+            figures["tokens_sampled"] = sum(counts)
+        case Exception() as error:
+            figures[type(error).__name__] = 1
+    return figures
+
+
+def _events(call: Call) -> Iterator[tuple[SequenceGroup, str]]:
+    """What a call did to requests. Decodes are not told of: they go on where nothing else is told."""
+    match call.outcome:
+        case None:
+            yield from ((argument, call.name) for argument in call.args if isinstance(argument, SequenceGroup))
+        case SequenceGroup() as group:
+            yield group, f"submitted as number {group.number}: {group.num_prompt_tokens} prompt tokens, n={group.n}"
+        case Plan() as plan:
+            yield from _changes(plan)
+            yield from ((row.group, _row(row)) for row in plan.rows if row.num_new_tokens > 1 or not row.samples)
+        case StepOutputs() as outputs:
+            yield from (_end(end) for end in outputs.finished)
+            yield from ((group, "failed: its logits are not finite") for group in outputs.failed)
+        case Finished() as end:
+            yield _end(end)
+        case list() as groups:
+            yield from ((group, call.name) for group in groups if isinstance(group, SequenceGroup))
+
+
+def _changes(plan: Plan) -> Iterator[tuple[SequenceGroup, str]]:
+    """What a plan does beside its rows."""
+    yield from ((preempted.group, f"preempted, {preempted.reason}") for preempted in plan.preempted)
+    yield from ((group, "resumed") for group in plan.resumed)
+    yield from ((dropped.group, f"dropped, {dropped.message}") for dropped in plan.dropped)
+    yield from (_end(end) for end in plan.ignored)
+
+
+def _row(row: Row) -> str:
+    table = row.sequence.block_table.tolist()
+    tokens = f"tokens {row.start} to {row.start + row.num_new_tokens - 1}"
+    return f"sequence {row.sequence.index} computes {tokens}, samples {len(row.samples)}, blocks {table}"
+
+
+def _end(end: Finished) -> tuple[SequenceGroup, str]:
+    num_tokens = len(end.sequence.output_token_ids)
+    words = f"sequence {end.sequence.index} {end.sequence.status.name} with {num_tokens} tokens of output"
+    return end.group, f"{words}: {end.message}" if end.message else words
+
+
+def _difference(call: Call, step_id: int) -> Iterator[str]:
+    """A decision as it was and as it is: of the first nothing is known but the digest."""
+    yield f"differs   step {step_id}, line {call.line}: {call.name} at {call.now:.3f} s"
+    for word, digest in (("then", call.then), ("now", call.digest)):
+        yield f"  {word:<6}  {_words(call, digest)}"
+    if isinstance(call.outcome, Plan):
+        yield from _plan(call.outcome)
+    else:
+        yield from (f"  now     request {group.request_id}: {event}" for group, event in _events(call))
+    if isinstance(call.outcome, Exception):
+        yield from _failure(call)
+
+
+def _plan(plan: Plan) -> Iterator[str]:
+    yield from (f"  now     request {row.group.request_id}: {_row(row)}" for row in plan.rows[:_NUM_ROWS])
+    if len(plan.rows) > _NUM_ROWS:
+        yield f"  now     and {len(plan.rows) - _NUM_ROWS} rows more"
+    yield from (f"  now     request {group.request_id}: {change}" for group, change in _changes(plan))
+    swaps = f"swaps out {plan.blocks_to_swap_out}, swaps in {plan.blocks_to_swap_in}"
+    yield f"  now     {swaps}, copies {plan.blocks_to_copy}, forgets {plan.forget}"
+
+
+def _words(call: Call, digest: object) -> str:
+    names = {Plan: PLAN_FIGURES, StepOutputs: OUTPUT_FIGURES}.get(type(call.outcome), ())
+    if isinstance(digest, list) and len(digest) == len(names) + 1:
+        return ", ".join(f"{name} {figure}" for name, figure in zip((*names, "checksum"), digest, strict=True))
+    return str(digest)
+
+
+def _failure(call: Call) -> Iterator[str]:
+    assert isinstance(call.outcome, Exception)
+    then = ", as it did when it was recorded" if call.ended and call.digest == call.then else ""
+    yield f"failed    line {call.line}: {call.name} raises{then}"
+    yield "".join(traceback.format_exception(call.outcome)).rstrip()
+
+
+def _broken(core: Scheduler) -> str | None:
+    """Which invariant does not hold."""
+    try:
+        core.check()
+    except AssertionError as error:
+        return str(error) or "".join(traceback.format_tb(error.__traceback__)[-1:])
+    return None
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="pagewire replay", description=__doc__)
+    parser.add_argument("file", type=Path, help="what `--record` wrote")
+    parser.add_argument("--check", action="store_true", help="check the core's invariants after each call")
+    parser.add_argument("--request", metavar="ID", help="tell the story of one request")
+    arguments = parser.parse_args()
+    try:
+        with arguments.file.open("rb") as file:
+            sys.exit(replay(file, check=arguments.check, request_id=arguments.request))
+    except OSError as error:
+        print(f"{parser.prog}: {arguments.file}: {error.strerror}", file=sys.stderr)
+    except NotReplayable as error:
+        print(f"{parser.prog}: {arguments.file}: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Records: a scheduler's calls and decisions on file, and the same decisions from that file."""
+
+import errno
+import io
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from cluster import cluster
+from fakes import TEXT
+from hypothesis import settings
+from scheduler_by_hand import make, step, submit
+from test_scheduler_properties import SchedulerMachine
+
+import scheduler.__main__ as scheduler_main
+from protos.pagewire.v1 import generation_pb2 as pb
+from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
+from protos.sampling_pb2 import Sampling
+from scheduler.block_manager import BlockManager
+from scheduler.policy import Policy
+from scheduler.record import INPUTS
+from scheduler.recorder import Recorder
+from scheduler.replay import replay
+from scheduler.replayer import NotReplayable, Replayer
+from scheduler.scheduler import Scheduler
+
+READERS = {"check", "held_up", "num_reserved"}
+
+
+class Disk(io.BytesIO):
+    """A file that can be read after it is closed, on a disk with room for `num_bytes`."""
+
+    def __init__(self, num_bytes: int = 1 << 40) -> None:
+        super().__init__()
+        self.num_bytes = num_bytes
+
+    def write(self, line: bytes) -> int:
+        if super().write(line[: self.num_bytes - self.tell()]) < len(line):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(line)
+
+    def close(self) -> None:
+        """Keeps what is in it."""
+
+
+def recorded(disk: Disk, **options) -> Scheduler:
+    core = make(**options)
+    Recorder(disk, "the record").attach(core, {"model": "m"})
+    return core
+
+
+def some_service(disk: Disk) -> Scheduler:
+    """Two requests that fight for 6 blocks of 4 tokens: steps 1 to 3 compute both, step 4 preempts the second."""
+    core = recorded(disk, num_blocks=6)
+    submit(core, 10, max_tokens=5)
+    group = submit(core, 6, n=2, sampling=Sampling(seed=3))
+    for now in range(5):
+        step(core, now=float(now))
+    core.stop(group, 0, 2)
+    return core
+
+
+def replayed(data: bytes, **options) -> int:
+    return replay(io.BytesIO(data), **options)
+
+
+class RecordedMachine(SchedulerMachine):
+    """The random walks of the scheduler's own test, each one replayed at its end."""
+
+    def new_core(self, policy: Policy, blocks: BlockManager) -> Scheduler:
+        core = super().new_core(policy, blocks)
+        self.disk = Disk()
+        Recorder(self.disk, "the record").attach(core, {})
+        return core
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "disk"):
+            replayer = Replayer(io.BytesIO(self.disk.getvalue()))
+            for call in replayer.calls():
+                assert call.ended
+                assert call.digest == call.then, f"line {call.line}: {call.name}"
+                replayer.core.check()
+            assert not replayer.cut
+            assert replayer.core.rates == self.core.rates
+            assert replayer.core.num_steps == self.core.num_steps
+
+
+RecordedMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=80, deadline=None)
+TestRecordedMachine = RecordedMachine.TestCase
+
+
+def test_a_record_tells_what_was_decided_and_that_it_is_the_same(capsys):
+    disk = Disk()
+    some_service(disk)
+    assert replayed(disk.getvalue(), check=True, request_id="r") == 0
+    told = capsys.readouterr().out
+    assert "worker    model=m\npolicy    max_num_batched_tokens=16" in told
+    assert "pool      6 blocks of 4 tokens" in told
+    assert "step 1: sequence 0 computes tokens 0 to 9, samples 1, blocks [0, 1, 2]" in told
+    assert "step 4: preempted, recompute: 3 blocks to swap, 0 swap blocks free" in told
+    assert "step 5: sequence 0 FINISHED_LENGTH_CAPPED with 5 tokens of output" in told
+    assert "schedule=5 tokens_computed=24 update=5 tokens_sampled=11 preempted=1" in told
+    assert told.endswith("result    every decision is the same\n")
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "difference"),
+    [
+        (b'"max_num_seqs":8', b'"max_num_seqs":2', r"step 1, line 6: schedule.*\n.*rows 2.*\n.*rows 1"),
+        (b'"token_ids":[7,7,7]', b'"token_ids":[7,2,7]', r"step 1, line 8: update.*\n.*finished 0.*\n.*finished 1"),
+        (b'"token_ids":[7]', b'"token_ids":[8]', r"step 4, line 20: update.*\n.*checksum \d+\n.*checksum \d+"),
+        (
+            b'"max_waiting_requests":100',
+            b'"max_waiting_requests":1',
+            r"step 0, line 4: submit.*\n.*2\n.*QueueFull",
+        ),
+    ],
+)
+def test_the_first_decision_that_differs_is_shown_as_it_was_and_as_it_is(then, now, difference, capsys):
+    disk = Disk()
+    some_service(disk)
+    assert disk.getvalue().count(then) >= 1
+    assert replayed(disk.getvalue().replace(then, now, 1)) == 1
+    assert re.search(difference, capsys.readouterr().out)
+
+
+def test_an_invariant_that_does_not_hold_is_told_with_its_step(monkeypatch, capsys):
+    disk = Disk()
+    some_service(disk)
+
+    def broken(core: Scheduler) -> None:
+        assert core.num_steps < 3, "a block leaked"
+
+    monkeypatch.setattr(Scheduler, "check", broken)
+    assert replayed(disk.getvalue(), check=True) == 1
+    assert "step 3, line 14: after schedule, a block leaked" in capsys.readouterr().out
+
+
+def test_a_record_that_is_cut_off_anywhere_is_good_up_to_its_last_whole_line(capsys):
+    disk = Disk()
+    some_service(disk)
+    data = disk.getvalue()
+    for end in range(data.index(b"\n") + 1, len(data)):
+        assert replayed(data[:end]) == 0
+        assert capsys.readouterr().out.endswith("cut off\n") is not data[:end].endswith(b"\n")
+
+
+def test_what_failed_is_the_last_call_of_its_record_and_fails_again(capsys):
+    disk = Disk()
+    core = some_service(disk)
+    core.schedule(9.0)
+    with pytest.raises(AssertionError):
+        core.schedule(9.5)
+    assert replayed(disk.getvalue()) == 0
+    told = capsys.readouterr().out
+    assert "schedule raises, as it did when it was recorded\nTraceback" in told
+    assert "AssertionError: too many steps in flight" in told
+
+
+def test_a_full_disk_ends_the_record_and_nothing_else(caplog):
+    whole, full = Disk(), Disk(num_bytes=1000)
+    cores = [some_service(whole), some_service(full)]
+    outputs = [[s.output_token_ids for g in core.queues.groups.values() for s in g.sequences] for core in cores]
+    assert outputs[0] == outputs[1]
+    assert cores[0].num_steps == cores[1].num_steps
+    assert [line.getMessage() for line in caplog.records] == ["--record: the record ends here, and serving goes on"]
+    assert caplog.records[0].error == "No space left on device"
+    assert len(full.getvalue()) == 1000
+    assert replayed(full.getvalue()) == 0
+
+
+def test_what_reads_the_core_is_no_input_and_all_else_is():
+    public = {name for name, member in vars(Scheduler).items() if callable(member) and not name.startswith("_")}
+    assert public - READERS == set(INPUTS), "does it change the core? Then a record needs it"
+
+
+def test_a_scheduler_that_is_started_again_keeps_the_records_before(tmp_path):
+    for _ in range(3):
+        recorder = Recorder.open(tmp_path / "record")
+        recorder.attach(make(), {})
+        recorder.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["record", "record.1", "record.2"]
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}, "prompts are in it"
+    assert len({path.read_bytes().count(b"\n") for path in tmp_path.iterdir()}) == 1
+
+
+@pytest.mark.parametrize(("place", "words"), [("", "Is a directory"), ("nowhere/record", "No such file or directory")])
+def test_a_record_that_can_not_be_begun_is_refused_at_the_start(place, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["scheduler", "--record", str(tmp_path / place)])
+    monkeypatch.setattr("protos.process.start_logging", lambda *_: None)
+    with pytest.raises(SystemExit) as end:
+        scheduler_main.main()
+    assert end.value.code == 2
+    assert f"--record: can not write {tmp_path / place}: {words}" in capsys.readouterr().err
+
+
+def test_a_scheduler_that_is_started_again_on_a_full_disk_serves(monkeypatch, caplog):
+    def full(path: Path) -> Recorder:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    runs = []
+    monkeypatch.setattr(Recorder, "open", full)
+    monkeypatch.setattr("sys.argv", ["scheduler", "--record", "record"])
+    monkeypatch.setattr("protos.process.start_logging", lambda *_: None)
+    monkeypatch.setattr("protos.process.run", runs.append)
+    scheduler_main.main()
+    assert len(runs) == 1
+    assert [line.getMessage() for line in caplog.records] == ["--record: nothing is recorded"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "it is empty"),
+        (b"# Pagewire\n", "it is no record"),
+        (b"\xff" * (1 << 17), "it is no record"),
+        (b'{"pagewire_record":2}\n', "it is a record of version 2; this Pagewire replays version 1"),
+        (
+            b'{"pagewire_record":1,"policy":{"$Policy":{"luck":1}}}\n',
+            "line 1 is damaged, or of another .*luck",
+        ),
+    ],
+)
+def test_a_file_that_is_no_record_is_refused(data, words):
+    with pytest.raises(NotReplayable, match=words):
+        Replayer(io.BytesIO(data))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"[", "line 2 is damaged: Expecting"),
+        (b'["__init__",[],{}]', "line 2 is damaged: it is no call"),
+        (b'["abort",[{"$group":7}],{}]', "line 2 is damaged: it is about 7, which is not there"),
+        (b'["abort",[{"$Popen":["ls"]}],{}]', r"line 2 is damaged: \$Popen is not known"),
+    ],
+)
+def test_a_damaged_line_is_named(line, words):
+    disk = Disk()
+    recorded(disk)
+    with pytest.raises(NotReplayable, match=words):
+        replayed(disk.getvalue() + line + b"\n")
+
+
+def pagewire_replay(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pagewire", "replay", str(path), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def complete(port: int, number: int) -> str:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        request = pb.GenerateRequest(text="prompt " * number, stop=pb.StopConditions(max_tokens=20, ignore_eos=True))
+        request.request_id = f"r{number}"
+        request.sampling.n = number
+        return GenerationServiceStub(channel).Complete(request, timeout=20).outputs[0].text
+
+
+def test_a_killed_scheduler_leaves_a_record_and_a_full_disk_does_not_keep_the_next_one_from_serving(tmp_path):
+    path = tmp_path / "record"
+    with (
+        cluster(scheduler_options=("--record", str(path), "--max-num-seqs", "4")) as running,
+        ThreadPoolExecutor() as pool,
+    ):
+        (port,) = running.routers
+        texts = list(pool.map(complete, [port] * 4, range(1, 5)))
+        assert all(text in TEXT * 2 for text in texts)
+        running.scheduler.process.kill()
+        running.scheduler.process.wait()
+        replay = pagewire_replay(path, "--check", "--request", "r2")
+        assert replay.returncode == 0, replay.stdout + replay.stderr
+        assert "submitted as number" in replay.stdout
+        assert "tokens_sampled=200" in replay.stdout
+        assert "every decision is the same" in replay.stdout
+        running.start_scheduler(0, "--record", "/dev/full")
+        running.wait_for_serving(port)
+        assert complete(port, 1) == texts[0]
+        assert running.scheduler.log.read_text().count("--record: the record ends here, and serving goes on") == 1
+    assert pagewire_replay(tmp_path).returncode == 2
