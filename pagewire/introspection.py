@@ -1,4 +1,7 @@
-"""Asking a server for its state, for the commands that show it: its IntrospectionService with this room's errors."""
+"""Asking a server for its state, for the commands that show it: its IntrospectionService with this room's errors.
+
+And one scheduler of several in a line, as all of them show it.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +12,7 @@ from pagewire.access import Access
 from pagewire.client import CHANNEL_OPTIONS
 from pagewire.errors import Unsupported, from_rpc_error
 from protos.errors import Refusal
+from protos.pagewire.v1.introspection_pb2 import NamedScheduler
 from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 
 _OPEN = Access()
@@ -30,3 +34,13 @@ def introspection(target: str, access: Access = _OPEN) -> Iterator[Introspection
                 message = f"{target} shows no state: its router runs with --no-introspection or --admin-listen"
                 named = Unsupported(Refusal(named.code, "", message))
             raise named from None
+
+
+def in_a_line(scheduler: NamedScheduler) -> str:
+    """Its address, whether it gets requests, and how busy it is if it says."""
+    words = [scheduler.obstacle or "serving"]
+    if scheduler.HasField("state"):
+        state, pool = scheduler.state, scheduler.state.block_pool
+        held = f"{pool.num_held / max(1, pool.num_total):.0%} of {pool.num_total:,} blocks held"
+        words += [f"{state.num_running} running", f"{state.num_waiting} waiting", held]
+    return f"{scheduler.address}: {', '.join(words)}"

@@ -4,7 +4,7 @@ The services are started by name, as any other user of this machine would; this 
 """
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -25,7 +25,7 @@ SHARED_OPTIONS = {
     "log_level": SERVICES,
     "log_format": SERVICES,
 }
-# Options of a router that only one of several on a machine can have.
+# Addresses that routers can not share: the first of several has the one that is told, each other one the next port.
 _UNSHARED_OPTIONS = ("admin-listen", "metrics-listen")
 # Services give live requests this long after SIGTERM unless told otherwise, and then take a moment to end.
 _DRAIN_GRACE_S = 30.0
@@ -56,6 +56,13 @@ class Setting:
     def __str__(self) -> str:
         return f"{self.service}.{self.option}={self.value}"
 
+    def of_peer(self, number: int) -> "Setting":
+        """The same for one of several peers, counted from 1, where they can not share what it says."""
+        host, colon, port = self.value.rpartition(":")
+        if self.option not in _UNSHARED_OPTIONS or not port.isdigit() or int(port) == 0:  # 0 is any free one
+            return self
+        return replace(self, value=f"{host}{colon}{int(port) + number - 1}")
+
     @property
     def argument(self) -> str:
         """As the service's command line takes it; true and false are given as --option and --no-option."""
@@ -85,11 +92,12 @@ class LaunchOptions:
     routers: int = 1
 
     def __post_init__(self) -> None:
-        """Raises LaunchError where several routers are told to listen at one address that they can not share."""
+        """Raises LaunchError where several routers are told to listen at one address and there are no next ones."""
         for option in _UNSHARED_OPTIONS:
-            if self.routers > 1 and self.value("router", option, ""):
-                remedy = "start routers by hand, each with an address of its own (docs/scaling.md)"
-                raise LaunchError(f"router.{option}: {self.routers} routers can not share it; {remedy}")
+            told = self.value("router", option, "")
+            if self.routers > 1 and told and not told.rpartition(":")[2].isdigit():
+                remedy = 'write "host:port"; each router gets a port of its own from there on'
+                raise LaunchError(f"router.{option}: {self.routers} routers can not share {told}; {remedy}")
 
     @property
     def address(self) -> str:
@@ -129,10 +137,12 @@ def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
     worker, scheduler = f"unix:{directory}/worker.sock", f"unix:{directory}/scheduler.sock"
 
     def process(name: str, address: str, *arguments: str, number: int | None = None) -> ServiceProcess:
-        told = [*arguments, *(setting.argument for setting in options.settings if setting.service == name)]
+        told = [setting for setting in options.settings if setting.service == name]
+        if number is not None:
+            told = [setting.of_peer(number) for setting in told]
         return ServiceProcess(
             name if number is None else f"{name}-{number}",
-            module_command(name, told),
+            module_command(name, [*arguments, *(setting.argument for setting in told)]),
             address,
             _drain_s(options, name) + _STOP_MARGIN_S,
             options.access if name == "router" else Access(),

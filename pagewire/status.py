@@ -8,7 +8,7 @@ from pagewire import health, state
 from pagewire.access import Access
 from pagewire.client import Client
 from pagewire.errors import RequestError
-from pagewire.introspection import introspection
+from pagewire.introspection import in_a_line, introspection
 from pagewire.processes import resident_bytes, uptime_s
 from pagewire.state import ClusterState
 from protos.pagewire.v1 import introspection_pb2
@@ -78,8 +78,7 @@ def _show_load(target: str, access: Access, console: Console) -> None:
     console.print(f"blocks   {available} of {pool.num_total} free, {pool.num_cached} of them cached")
     console.print(f"requests {now.num_running} running, {now.num_waiting} waiting, {now.num_swapped} swapped")
     for each in answer.schedulers:
-        words = each.obstacle or f"{each.state.num_running} running, {each.state.num_waiting} waiting"
-        console.print(f"         {each.address}: {words}", markup=False)
+        console.print(f"         {in_a_line(each)}", markup=False)
 
 
 def _duration(seconds: float) -> str:

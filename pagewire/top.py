@@ -1,4 +1,7 @@
-"""`pagewire top`: the scheduler's state as it changes; a view on a terminal, else a line of figures for each state."""
+"""`pagewire top`: the scheduler's state as it changes; a view on a terminal, else a line of figures for each state.
+
+Several schedulers are shown taken together, and each in a line of its own.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +14,7 @@ from rich.text import Text
 
 from pagewire.access import Access
 from pagewire.errors import RequestError, Unavailable
-from pagewire.introspection import introspection
+from pagewire.introspection import in_a_line, introspection
 from protos.pagewire.v1 import introspection_pb2 as pb
 
 _OPEN = Access()
@@ -32,22 +35,21 @@ def run(target: str, interval_s: float, *, once: bool, console: Console, access:
     view = View(target, console)
     if once:
         with introspection(target, access) as stub:
-            state = stub.GetState(pb.GetStateRequest(), timeout=_TIMEOUT_S, metadata=access.metadata).state
-        view.take(state)
+            view.take(stub.GetState(pb.GetStateRequest(), timeout=_TIMEOUT_S, metadata=access.metadata))
         view.print()
         return
     try:
-        states = watch(target, interval_s, access=access)
-        view.take(next(states))  # which may be an error, before the screen is touched
+        answers = watch(target, interval_s, access=access)
+        view.take(next(answers))  # which may be an error, before the screen is touched
         if view.draws:
             with Live(view.picture(), console=console, auto_refresh=False) as live:
-                for state in states:
-                    view.take(state)
+                for answer in answers:
+                    view.take(answer)
                     live.update(view.picture(), refresh=True)
         else:
             view.print()
-            for state in states:
-                view.take(state)
+            for answer in answers:
+                view.take(answer)
                 view.print()
     except KeyboardInterrupt:
         return
@@ -59,7 +61,7 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
     access: Access = _OPEN,
-) -> Iterator[pb.SchedulerState | Unavailable]:
+) -> Iterator[pb.WatchStateResponse | Unavailable]:
     """States as they come, for ever; while a server that was there does not answer, its error before each retry.
 
     Raises:
@@ -72,7 +74,7 @@ def watch(
             with introspection(target, access) as stub:
                 for response in stub.WatchState(request, metadata=access.metadata):
                     answered_at = clock()
-                    yield response.state
+                    yield response
         except Unavailable as error:
             if answered_at is None or clock() - answered_at > _GIVE_UP_S:
                 raise
@@ -93,15 +95,17 @@ class View:
         self._console = console
         self._clock = clock
         self._state = pb.SchedulerState()
+        self._schedulers: Sequence[pb.NamedScheduler] = ()
         self._error: RequestError | None = None
         self._taken_at: float | None = None
         self._steps_per_s: float | None = None
 
-    def take(self, state: pb.SchedulerState | RequestError) -> None:
+    def take(self, answer: pb.GetStateResponse | pb.WatchStateResponse | RequestError) -> None:
         """Takes the next state, or the error that came in its place; the state before it stays in the picture."""
-        if isinstance(state, RequestError):
-            self._error, self._taken_at, self._steps_per_s = state, None, None
+        if isinstance(answer, RequestError):
+            self._error, self._taken_at, self._steps_per_s = answer, None, None
             return
+        state, self._schedulers = answer.state, answer.schedulers
         now, before = self._clock(), self._taken_at
         num_steps = state.num_steps - self._state.num_steps
         restarted = num_steps < 0
@@ -109,17 +113,17 @@ class View:
         self._state, self._error, self._taken_at = state, None, now
 
     def print(self) -> None:
-        """Writes the picture on a terminal, else the line."""
+        """Writes the picture on a terminal, else the lines."""
         if self.draws:
             self._console.print(self.picture())
         else:
-            self._console.print(self.line(), markup=False)
+            self._console.print("\n".join(self.lines()), markup=False)
 
-    def line(self) -> str:
-        """All figures in one line, each behind its name."""
+    def lines(self) -> list[str]:
+        """All figures in one line, each behind its name; then one for each scheduler if there are several."""
         now = f"{datetime.now():%H:%M:%S}"
         if self._error is not None:
-            return f"{now} no answer: {self._error}"
+            return [f"{now} no answer: {self._error}"]
         state, pool = self._state, self._state.block_pool
         facts = {
             "serving": "yes" if state.serving else "no",
@@ -146,7 +150,8 @@ class View:
             "swap_blocks_per_s": _figure(state.swap_blocks_per_s or None),
             "preemptions": state.num_preemptions,
         }
-        return " ".join([now, *(f"{name}={value}" for name, value in facts.items())])
+        figures = " ".join(f"{name}={value}" for name, value in facts.items())
+        return [f"{now} {each}" for each in (figures, *map(in_a_line, self._schedulers))]
 
     def picture(self) -> Group:
         """The same to look at: a bar for each pool, and sentences."""
@@ -173,6 +178,8 @@ class View:
         prefill, swap = _figure(state.prefill_tokens_per_s or None), _figure(state.swap_blocks_per_s or None)
         table.add_row("rates", f"{prefill} prompt tokens/s, {swap} swapped blocks/s")
         table.add_row("preempted", f"{state.num_preemptions:,} so far")
+        for place, each in enumerate(self._schedulers):
+            table.add_row("schedulers" if place == 0 else "", Text(in_a_line(each)))
         return Group(self._headline(), table)
 
     def _headline(self) -> Text:

@@ -23,7 +23,8 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
-# Of a prompt's tokens and those beside them, and again of all sequences: 12 MB of the one message they may come in.
+# Of a prompt's tokens and those beside them: 12 MB of the one message they come in. Likewise of an answer that is kept
+# until all of it is there, and what the client of a stream may leave unread.
 MAX_LOGPROBS_TOLD = 1_000_000
 
 _EARLY_STOPPING = {
@@ -156,9 +157,17 @@ def check_before_tokenizing(
 
 
 def resolve(
-    request: pb.GenerateRequest, request_id: str, prompt_token_ids: Sequence[int], echo: str, model: ServedModel
+    request: pb.GenerateRequest,
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    echo: str,
+    model: ServedModel,
+    *,
+    whole: bool,
 ) -> CheckedRequest:
     """The request with its prompt's tokens, checked against the context length, and its defaults.
+
+    It is answered in one message if `whole`.
 
     Raises:
         Refusal: INVALID_ARGUMENT: an empty or too long prompt, or more max_tokens than the context has room for.
@@ -182,18 +191,12 @@ def resolve(
             else "outputs may not be longer here"
         )
         found.require("stop.max_tokens", max_tokens <= room, f"is {max_tokens}; must be at most {room}: {why}")
-    output = request.output
-    num_logprobs = num_prompt_tokens * (1 + output.prompt_logprobs) if output.HasField("prompt_logprobs") else 0
-    too_many = f"asks for {num_logprobs} with {num_prompt_tokens} tokens; at most {MAX_LOGPROBS_TOLD} are told"
-    found.require("output.prompt_logprobs", num_logprobs <= MAX_LOGPROBS_TOLD, too_many)
     params = request.sampling
     n = params.n if params.HasField("n") else 1
     num_sequences = params.best_of if params.HasField("best_of") else n
-    num_logprobs = num_sequences * max_tokens * (1 + output.logprobs) if output.HasField("logprobs") else 0
-    too_many = (
-        f"asks for {num_logprobs} with {num_sequences} x {max_tokens} tokens; at most {MAX_LOGPROBS_TOLD} are told"
-    )
-    found.require("output.logprobs", num_logprobs <= MAX_LOGPROBS_TOLD, f"{too_many}: set stop.max_tokens")
+    # What is told as it comes may be as much as it likes.
+    num_kept = num_sequences if whole or num_sequences > n else 0
+    _check_num_logprobs(request.output, num_prompt_tokens, num_kept, max_tokens, found)
     if found.violations:
         raise invalid_argument(found.violations)
     eos = () if stop.ignore_eos else model.defaults.eos_token_ids
@@ -360,6 +363,17 @@ def _check_output(output: pb.OutputOptions, model: ServedModel, found: _Violatio
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(output, name)
         found.require(f"output.{name}", 0 <= value <= most, f"is {value}; must be in 0 .. {most}")
+
+
+def _check_num_logprobs(
+    output: pb.OutputOptions, num_prompt_tokens: int, num_kept_sequences: int, max_tokens: int, found: _Violations
+) -> None:
+    fewer = ": set stop.max_tokens, or use Generate without best_of"
+    told = {"prompt_logprobs": (1, num_prompt_tokens, ""), "logprobs": (num_kept_sequences, max_tokens, fewer)}
+    for name, (times, num_tokens, remedy) in told.items():
+        num = times * num_tokens * (1 + getattr(output, name)) if output.HasField(name) else 0
+        too_many = f"asks for {num} with {times} x {num_tokens} tokens; at most {MAX_LOGPROBS_TOLD} are told{remedy}"
+        found.require(f"output.{name}", num <= MAX_LOGPROBS_TOLD, too_many)
 
 
 def _check_stop(stop: pb.StopConditions, model: ServedModel, found: _Violations) -> None:

@@ -8,11 +8,16 @@ from pydantic import AfterValidator, ByteSize, Field, field_validator, model_val
 from protos.rpc import PUBLIC_MESSAGE_BYTES
 from protos.tls import ClientTls
 from protos.tls_settings import CaFile, ReadableFile, ServerTlsSettings, client_tls
-from router import token_file
+from router import tenant_file
 
 
 def _is_token_file(path: Path) -> Path:
-    token_file.read(path)
+    tenant_file.read_tokens(path)
+    return path
+
+
+def _is_tenant_file(path: Path) -> Path:
+    tenant_file.read_tenants(path)
     return path
 
 
@@ -76,8 +81,13 @@ class RouterSettings(ServerTlsSettings):
     tenant_from_certificate: bool = Field(
         False, description="the common name of a client's certificate names the tenant; needs --tls-client-ca"
     )
+    tenants: Annotated[Path, AfterValidator(_is_tenant_file)] | None = Field(
+        None,
+        description="file of tenants' weights and limits for --tenant-header or --tenant-from-certificate (that of "
+        "--auth-tokens has them itself); read again when it changes",
+    )
     tenant_max_requests: int | None = Field(
-        None, ge=1, description="live requests of a tenant at this router at most, unless the token file says otherwise"
+        None, ge=1, description="live requests of a tenant at this router at most, unless its file says otherwise"
     )
     tenant_tokens_per_minute: int | None = Field(
         None, ge=1, description="tokens of a tenant, prompts and outputs, in a minute at this router; likewise"
@@ -149,6 +159,10 @@ class RouterSettings(ServerTlsSettings):
             raise ValueError(f"{' and '.join(named)}: each says who a client is; give one of them")
         if self.tenant_from_certificate and self.tls_client_ca is None:
             raise ValueError("--tenant-from-certificate: needs --tls-client-ca, which makes clients show a certificate")
+        if self.tenants is not None and self.auth_tokens is not None:
+            raise ValueError("--tenants and --auth-tokens: the token file has weights and limits too; give it alone")
+        if self.tenants is not None and not named:
+            raise ValueError("--tenants: needs --tenant-header or --tenant-from-certificate, which say who a client is")
         if self.max_connection_age_s and self.max_connection_age_grace_s < self.drain_grace_s:
             raise ValueError(
                 f"max_connection_age_grace_s ({self.max_connection_age_grace_s:g}) is less than drain_grace_s "

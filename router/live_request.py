@@ -1,12 +1,14 @@
 """A request while it is answered: its sequences' text as it grows, and the mailbox that its stream is written from.
 
 What the writer has not taken is merged into one delta per sequence, so a slow client costs at most the length of its
-own output, and nobody else's time.
+own output, and nobody else's time. Log-probabilities, up to a hundred times as long as their text, are told in as many
+messages as their size needs, and a client that leaves too many unread is given up.
 """
 
 import asyncio
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -17,11 +19,15 @@ from protos.errors import Refusal
 from protos.logprobs import Logprobs
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.trace_context import TraceContext
-from router.check import CheckedRequest
+from router.check import MAX_LOGPROBS_TOLD, CheckedRequest
 from router.detokenizer import Detokenizer, Match, StopStrings
 from router.logprobs import of_prompt, token_logprobs
 from router.received import received_of
 from router.tokenizer import Tokenizer
+
+# Of all sequences: about 1 MB, where clients take messages of 4 MiB unless they are told otherwise.
+_LOGPROBS_OF_A_MESSAGE = 50_000
+_MAX_FULL_DELTAS = MAX_LOGPROBS_TOLD // _LOGPROBS_OF_A_MESSAGE
 
 _FINISH_REASON = {
     session_pb2.FINISH_STATUS_STOPPED: pb.FINISH_REASON_STOP,
@@ -55,7 +61,10 @@ class OutputStream:
         self._request = request
         self._detokenizer = Detokenizer(tokenizer.backend, request.prompt_token_ids)
         self._stops = StopStrings(request.stop_strings, include=request.include_stop_string)
+        # What the client has not got yet: deltas that are as large as may be, and the one that grows.
+        self._full: deque[pb.Output] = deque()
         self._delta = pb.Output(index=index)
+        self._room = self._max_logprobs = _LOGPROBS_OF_A_MESSAGE // request.num_sequences
         # Of the delta's text. Appended to in the message, it would leave a copy of itself behind each time (arenas).
         self._pieces = [request.echo]
         self._has_delta = bool(request.echo)
@@ -70,7 +79,12 @@ class OutputStream:
     @property
     def has_delta(self) -> bool:
         """Whether there is something that the client has not got."""
-        return self._has_delta
+        return self._has_delta or bool(self._full)
+
+    @property
+    def is_far_ahead(self) -> bool:
+        """Whether the client has left more unread than is kept for it."""
+        return len(self._full) > _MAX_FULL_DELTAS
 
     @property
     def progress(self) -> session_pb2.Progress:
@@ -108,19 +122,26 @@ class OutputStream:
             if logprobs is not None:
                 self._delta.logprobs.append(token_logprobs(token_id, logprobs, place))
                 self._has_delta = True
+                self._room -= 1 + logprobs.num_top
             if hidden and place == len(token_ids) - 1:
                 break
             self._push_text(self._detokenizer.push(token_id))
+            if self._room <= 0 and (full := self._close_delta()) is not None:
+                self._full.append(full)
         if end is not None:
             self._end(end)
 
     def take_delta(self) -> pb.Output | None:
-        """What came since the last time; None when nothing did."""
-        if not self._has_delta:
-            return None
+        """What came since the last time, or as much of it as goes into one message; None when nothing did."""
+        if self._full:
+            return self._full.popleft()
+        return self._close_delta() if self._has_delta else None
+
+    def _close_delta(self) -> pb.Output | None:
         delta, self._delta, self._has_delta = self._delta, pb.Output(index=self.index), False
         delta.text = "".join(self._pieces)
         self._pieces.clear()
+        self._room = self._max_logprobs
         return delta if self._request.resume is None or self._received.cut(delta) else None
 
     def _push_text(self, piece: str) -> None:
@@ -247,7 +268,7 @@ class LiveRequest:
     ) -> None:
         """Takes tokens of a sequence, the first of them its `first_index`-th; those already here are passed over."""
         stream = self.streams[sequence_index]
-        if stream.ended:  # told again after a lost connection
+        if stream.ended or self._refusal is not None:  # told again after a lost connection, or too late
             return None
         if first_index > stream.num_received:
             return self.fail(Refusal(grpc.StatusCode.INTERNAL, "BUG", "tokens were lost between scheduler and router"))
@@ -267,6 +288,9 @@ class LiveRequest:
             self.finished = all(stream.ended for stream in self.streams)
         if stream.has_delta and not self._holds_back:
             self._filled.set()
+            if stream.is_far_ahead and not self.finished:
+                text = f"more than {MAX_LOGPROBS_TOLD} log-probabilities are unread: read faster, or ask for fewer"
+                self.fail(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT_STALLED", text))
         return None
 
     def fail(self, refusal: Refusal) -> None:
@@ -310,21 +334,24 @@ class LiveRequest:
             if self._prompt_logprobs is not None and self._prompt_messages is None:
                 self._prompt_messages = await of_prompt(self.request.prompt_token_ids, self._prompt_logprobs)
             self._filled.clear()
-            outputs = self._take_outputs()
-            if self._refusal is not None:
+            streams = self._answered()
+            outputs = _take_deltas(streams)
+            has_more = any(stream.has_delta for stream in streams)
+            if self._refusal is not None or has_more:
                 self._filled.set()
-                if not outputs:
-                    raise self._refusal
+            if self._refusal is not None and not outputs:
+                raise self._refusal
             heartbeat, self._heartbeat = self._heartbeat, None
-            if outputs or self.finished:  # a client that resumes may have all outputs, and lack the last message
+            is_last = self.finished and not has_more
+            if outputs or is_last:  # who resumes may lack only the last message
                 self.num_taken += 1
                 response = pb.GenerateResponse(request_id=self.request.request_id, outputs=outputs)
                 if self._prompt_messages:
                     response.prompt_logprobs.extend(self._prompt_messages)
                     self._prompt_messages = []
-                if self.finished:
+                if is_last:
                     self._conclude(response)
-                return response, self.finished
+                return response, is_last
             if heartbeat is not None:
                 return pb.GenerateResponse(request_id=self.request.request_id, heartbeat=heartbeat), False
 
@@ -332,16 +359,14 @@ class LiveRequest:
     def _holds_back(self) -> bool:
         return self.request.num_sequences > self.request.n and not self.finished
 
-    def _take_outputs(self) -> list[pb.Output]:
+    def _answered(self) -> Sequence[OutputStream]:
+        """The sequences that the client is told of, in its order; none while that is not known yet."""
         if self._holds_back:
             return []
         if self.request.num_sequences == self.request.n:
-            return [delta for stream in self.streams if (delta := stream.take_delta())]
+            return self.streams
         ranked = sorted(self.streams, key=lambda stream: stream.cumulative_logprob, reverse=True)  # ties by index
-        outputs = [delta for stream in ranked[: self.request.n] if (delta := stream.take_delta())]
-        for index, output in enumerate(outputs):
-            output.index = index
-        return outputs
+        return ranked[: self.request.n]
 
     def _conclude(self, response: pb.GenerateResponse) -> None:
         stats = self.stats
@@ -353,3 +378,13 @@ class LiveRequest:
         response.timings.ttft_ms = self.ttft_ms
         response.timings.total_ms = self.total_ms
         response.timings.preemptions = stats.num_preemptions
+
+
+def _take_deltas(streams: Sequence[OutputStream]) -> list[pb.Output]:
+    outputs = []
+    for index, stream in enumerate(streams):
+        delta = stream.take_delta()
+        if delta is not None:
+            delta.index = index
+            outputs.append(delta)
+    return outputs

@@ -47,6 +47,7 @@ class SchedulerLink:
         name: its address, as the choice among schedulers takes it.
         accepted: whether it serves the model that the others do, as `Schedulers` finds.
         welcome: what the scheduler said of itself and its model; None before the first connection.
+        connected: whether there is a session, and the load is what the scheduler says.
         draining: it has said that it goes away.
     """
 
@@ -75,7 +76,7 @@ class SchedulerLink:
         self._unanswered: set[int] = set()
         # How many of the live requests its last Load counts.
         self._num_counted = 0
-        self._connected = False
+        self.connected = False
         self._stall_s = stall_s
         self._patience_s = patience_s
         # Looks in a row between which nothing was heard. Counted, so that a router that was suspended itself does not
@@ -93,12 +94,7 @@ class SchedulerLink:
     @property
     def serving(self) -> bool:
         """Whether a request submitted now would run at once."""
-        return self._connected and self.load.serving and not self.draining and not self.stalled
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a session, and the load is what the scheduler says."""
-        return self._connected
+        return self.connected and self.load.serving and not self.draining and not self.stalled
 
     @property
     def num_live(self) -> int:
@@ -126,7 +122,7 @@ class SchedulerLink:
 
         A scheduler that has just lost its worker keeps them: it knows which of them may be to blame.
         """
-        return not self._connected or self.draining or self.stalled or self._deserted or not self.accepted
+        return not self.connected or self.draining or self.stalled or self._deserted or not self.accepted
 
     def submit(self, live: LiveRequest) -> None:
         """Sends a request to the scheduler.
@@ -255,7 +251,7 @@ class SchedulerLink:
 
     def _send(self, message: pb.SessionRequest) -> None:
         # While disconnected nothing is queued: the next Hello tells the scheduler all that matters.
-        if self._connected:
+        if self.connected:
             self._outbox.put_nowait(message)
 
     def _send_submit(self, live: LiveRequest) -> None:
@@ -352,7 +348,7 @@ class SchedulerLink:
     def _on_welcome(self, welcome: pb.Welcome) -> None:
         log.info("scheduler connected", extra={"model": welcome.model.model, "epoch": welcome.scheduler_epoch})
         self.welcome = welcome
-        self._connected = True
+        self.connected = True
         went_in_order, self.draining = self.draining, False
         if self._patience is not None:
             self._patience.cancel()
@@ -374,9 +370,9 @@ class SchedulerLink:
                     self.stop_sequence(handle, stream)
 
     def _disconnected(self) -> None:
-        if not self._connected:
+        if not self.connected:
             return
-        self._connected = False
+        self.connected = False
         self.load = pb.Load()
         self._watch_worker()
         self._patience = asyncio.get_running_loop().call_later(self._patience_s, self._give_up)
@@ -390,7 +386,7 @@ class SchedulerLink:
         return self._send_submit(live)
 
     def _watch_worker(self) -> None:
-        if self._connected and not self.load.serving:
+        if self.connected and not self.load.serving:
             if self._worker_patience is None:
                 later = asyncio.get_running_loop().call_later
                 self._worker_patience = later(_WORKER_PATIENCE_S, self._desert)

@@ -149,14 +149,18 @@ class Schedulers:
         Raises:
             Refusal: NOT_FOUND, there is no such live request; UNAVAILABLE.
         """
+        asked = self._asked()
+        away = {link: _has(link, scoped_id) for link in self._links.values() if link not in asked}
         refusals = []
-        answers = await asyncio.gather(*(_answer(link.explain(scoped_id, request_id)) for link in self._asked()))
-        for answer in answers:
+        for link in sorted(away, key=lambda link: not away[link]):
+            who = f"{link.address}, which {'has' if away[link] else 'may have'} {request_id[:128]!r}"
+            refusals.append(unavailable("NO_SCHEDULER", f"no answer of {who}: {self.obstacle(link.address)}; retry"))
+        for answer in await asyncio.gather(*(_answer(link.explain(scoped_id, request_id)) for link in asked)):
             if not isinstance(answer, Refusal):
                 return answer
             refusals.append(answer)
         if not refusals:
-            raise unavailable("NO_SCHEDULER", "no scheduler is connected; retry")
+            raise unavailable("NO_SCHEDULER", "no scheduler is known yet; retry")
         # That nobody has it is known only if all have said so.
         raise next((each for each in refusals if each.code is not grpc.StatusCode.NOT_FOUND), refusals[0])
 
@@ -319,6 +323,11 @@ def _model(welcome: pb.Welcome) -> tuple[str, int, int, str, str]:
     """What must be equal where requests may go from one scheduler to another."""
     model = welcome.model
     return model.model, model.context_length, model.vocabulary_size, model.dtype, model.quantization
+
+
+def _has(link: SchedulerLink, scoped_id: str) -> bool:
+    """Whether this router has given a live request to that scheduler."""
+    return any(live.request.scoped_id == scoped_id for live in link.live)
 
 
 async def _answer(question: Awaitable[T]) -> T | Refusal:

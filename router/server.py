@@ -86,7 +86,7 @@ class GenerationService:
 
     async def Complete(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.CompleteResponse:
         """Answers the same request whole."""
-        async with _Admission(self, request, context) as live:
+        async with _Admission(self, request, context, whole=True) as live:
             outputs = [pb.Output(index=index) for index in range(live.request.n)]
             # Texts grow outside of messages, as in `OutputStream`.
             pieces: list[list[str]] = [[] for _ in outputs]
@@ -170,8 +170,10 @@ class GenerationService:
             tokens_per_minute=tenant.tokens_per_minute or 0,
         )
 
-    async def admit(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> tuple[LiveRequest, Permit]:
-        """Checks, tokenizes and submits a request."""
+    async def admit(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, *, whole: bool
+    ) -> tuple[LiveRequest, Permit]:
+        """Checks, tokenizes and submits a request, which is answered in one message if `whole`."""
         call = self._calls.of(context)
         call.request_id = request.request_id[:MAX_REQUEST_ID_BYTES]
         tenant = self._tenants.of(context)
@@ -193,7 +195,8 @@ class GenerationService:
             begin = time.monotonic()
             prompt_token_ids, text = await self._prompt(request)
             call.tokenizing = (begin, time.monotonic())
-            checked = resolve(request, request_id, prompt_token_ids, text if request.output.echo else "", model)
+            echo = text if request.output.echo else ""
+            checked = resolve(request, request_id, prompt_token_ids, echo, model, whole=whole)
             checked = self._of_tenant(checked, tenant)
             self._tenant_limits.charge_prompt(permit, len(prompt_token_ids))
             holder = await self._schedulers.who_has(scoped_id) if checked.resume is not None else None
@@ -297,14 +300,20 @@ class _Admission:
     """A request from its admission to its release, however it ends."""
 
     def __init__(
-        self, service: GenerationService, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+        self,
+        service: GenerationService,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext,
+        *,
+        whole: bool = False,
     ) -> None:
+        self._whole = whole
         self._service = service
         self._request = request
         self._context = context
 
     async def __aenter__(self) -> LiveRequest:
-        self._live, self._permit = await self._service.admit(self._request, self._context)
+        self._live, self._permit = await self._service.admit(self._request, self._context, whole=self._whole)
         return self._live
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:

@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 
 from protos.errors import Refusal, to_status
 from router.config import RouterSettings
-from router.token_file import TENANT_NAME, TokenFile
+from router.tenant_file import TENANT_NAME, Entry, TenantFile, TokenFile
 
 _NAME = re.compile(TENANT_NAME)
 _NAME_IN_WORDS = "1 to 64 letters, digits, dots, underscores, hyphens or at signs, and begin with a letter or a digit"
@@ -58,7 +58,7 @@ class Anonymous:
     """Nobody is asked: all clients are one tenant without a name."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        self._tenant = _by_default("", settings)
+        self._tenant = _tenant("", Entry(), settings)
 
     def of(self, context: grpc.aio.ServicerContext) -> Tenant:
         return self._tenant
@@ -68,7 +68,15 @@ class Anonymous:
 
 
 class _Named:
-    """Tenants have names."""
+    """Tenants have names, and a file may tell what each may use."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._file = None if settings.tenants is None else TenantFile(settings.tenants)
+
+    def named(self, name: str) -> Tenant:
+        """The tenant of a name that somebody trusted has told."""
+        return _tenant(name, Entry() if self._file is None else self._file.find(name), self._settings)
 
     def scoped(self, tenant: Tenant, name: str) -> str:
         return f"{tenant.name}/{name}"
@@ -78,21 +86,18 @@ class ByHeader(_Named):
     """A trusted proxy names the tenant in a header; without it the client is anonymous."""
 
     def __init__(self, header: str, settings: RouterSettings) -> None:
+        super().__init__(settings)
         self._header = header.lower()
-        self._settings = settings
 
     def of(self, context: grpc.aio.ServicerContext) -> Tenant:
         name = _value(context.invocation_metadata() or (), self._header)
         if name and not _NAME.fullmatch(name):
             raise unauthenticated("TENANT_MALFORMED", f"{self._header}: must be {_NAME_IN_WORDS}")
-        return _by_default(name, self._settings)
+        return self.named(name)
 
 
 class ByCertificate(_Named):
     """The common name of a client's certificate, which TLS has verified, is the tenant's."""
-
-    def __init__(self, settings: RouterSettings) -> None:
-        self._settings = settings
 
     def of(self, context: grpc.aio.ServicerContext) -> Tenant:
         names = list(context.auth_context().get("x509_common_name", ()))
@@ -100,15 +105,15 @@ class ByCertificate(_Named):
         if not _NAME.fullmatch(name):
             message = f"the certificate's common name must be {_NAME_IN_WORDS}: it is the tenant's name"
             raise unauthenticated("TENANT_MALFORMED", message)
-        return _by_default(name, self._settings)
+        return self.named(name)
 
 
 class ByToken(_Named):
     """A token file names the tenants."""
 
     def __init__(self, tokens: TokenFile, settings: RouterSettings) -> None:
+        super().__init__(settings)
         self._tokens = tokens
-        self._settings = settings
 
     def of(self, context: grpc.aio.ServicerContext) -> Tenant:
         return self.of_metadata(context.invocation_metadata() or ())
@@ -122,14 +127,7 @@ class ByToken(_Named):
         found = self._tokens.find(authorization[len(_SCHEME) :].strip())
         if found is None:
             raise unauthenticated("TOKEN_UNKNOWN", "authorization: this token is not known; ask for a new one")
-        name, entry = found
-        default = _by_default(name, self._settings)
-        return Tenant(
-            name,
-            entry.weight,
-            default.max_requests if entry.max_requests is None else entry.max_requests,
-            default.tokens_per_minute if entry.tokens_per_minute is None else entry.tokens_per_minute,
-        )
+        return _tenant(*found, self._settings)
 
 
 class TokenGate(grpc.aio.ServerInterceptor):
@@ -167,8 +165,14 @@ def unauthenticated(reason: str, message: str) -> Refusal:
     return Refusal(grpc.StatusCode.UNAUTHENTICATED, reason, message)
 
 
-def _by_default(name: str, settings: RouterSettings) -> Tenant:
-    return Tenant(name, max_requests=settings.tenant_max_requests, tokens_per_minute=settings.tenant_tokens_per_minute)
+def _tenant(name: str, entry: Entry, settings: RouterSettings) -> Tenant:
+    """With the router's defaults where a file has no word."""
+    return Tenant(
+        name,
+        entry.weight,
+        settings.tenant_max_requests if entry.max_requests is None else entry.max_requests,
+        settings.tenant_tokens_per_minute if entry.tokens_per_minute is None else entry.tokens_per_minute,
+    )
 
 
 def _value(metadata: Metadata, key: str) -> str:

@@ -110,11 +110,13 @@ class FakeIntrospection(IntrospectionServiceServicer):
     """Shows `states`, one after the other, and then raises `refusal`; knows the requests in `explanations`.
 
     Attributes:
+        schedulers: that the states are of, where there are several.
         intervals_ms: of the watches that came.
     """
 
     def __init__(self) -> None:
         self.states: list[introspection_pb2.SchedulerState] = []
+        self.schedulers: list[introspection_pb2.NamedScheduler] = []
         self.refusal: Refusal | None = None
         self.explanations: dict[str, introspection_pb2.ExplainRequestResponse] = {}
         self.intervals_ms: list[int] = []
@@ -123,12 +125,12 @@ class FakeIntrospection(IntrospectionServiceServicer):
         with _refusals(context):
             if self.refusal is not None:
                 raise self.refusal
-        return introspection_pb2.GetStateResponse(state=self.states[0])
+        return introspection_pb2.GetStateResponse(state=self.states[0], schedulers=self.schedulers)
 
     def WatchState(self, request, context):
         self.intervals_ms.append(request.interval_ms)
         for state in self.states:
-            yield introspection_pb2.WatchStateResponse(state=state)
+            yield introspection_pb2.WatchStateResponse(state=state, schedulers=self.schedulers)
         with _refusals(context):
             if self.refusal is not None:
                 raise self.refusal

@@ -1,6 +1,7 @@
 """The mailbox between the scheduler's tokens and a client's stream: what is not taken is merged, nothing is lost."""
 
 import asyncio
+from array import array
 
 import grpc
 import pytest
@@ -271,6 +272,48 @@ async def test_half_a_character_is_told_with_its_log_probability_before_its_text
     live.push(0, 1, [second], end(), told(bytes([second]), rank=2))
     (output,) = (await live.take())[0].outputs
     assert (output.text, ranks(output)) == ("é", [(second, 2)])
+
+
+def tops(num_tokens: int, num_top: int = 20) -> Logprobs:
+    """Of many tokens, with the most there may be beside each."""
+    floats, ids = array("f", [-0.5] * num_tokens), array("i", [200_000] * num_tokens)
+    return Logprobs(num_top, floats, ids, ids * num_top, floats * num_top)
+
+
+@pytest.mark.parametrize("options", [{"n": 3}, {"n": 2, "best_of": 3}])
+async def test_a_reader_that_is_away_gets_many_log_probabilities_in_several_messages_and_loses_nothing(options, make):
+    live = make(**options)
+    text, num_tokens = TEXT * 300, 6_000
+    for index in range(3):
+        live.push(index, 0, list(text[:num_tokens].encode()), end(index), tops(num_tokens))
+    messages, last = [], False
+    while not last:
+        response, last = await live.take()
+        assert response.ByteSize() < 2 << 20
+        messages.append(response)
+    assert len(messages) >= 8
+    assert [message.HasField("usage") for message in messages] == [*[False] * (len(messages) - 1), True]
+    for index in range(live.request.n):
+        whole = pb.Output()
+        for delta in (message.outputs[index] for message in messages):
+            assert delta.text.encode() == bytes(delta.token_ids), "each delta has the text of its tokens"
+            assert len(delta.logprobs) == len(delta.token_ids)
+            whole.text += delta.text
+            whole.finish_reason = delta.finish_reason
+        assert whole.text == text[:num_tokens]
+        assert whole.finish_reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_a_reader_that_leaves_as_many_as_twenty_messages_unread_gets_them_and_an_error(make, monkeypatch):
+    monkeypatch.setattr("router.live_request._LOGPROBS_OF_A_MESSAGE", 210)  # ten tokens
+    live = make()
+    for place in range(0, 1000, 5):
+        live.push(0, place, [65] * 5, None, tops(5))
+    told = [(await live.take())[0] for _ in range(21)]
+    assert [len(message.outputs[0].token_ids) for message in told] == [10] * 21, "what came then is not kept"
+    with pytest.raises(Refusal, match="more than 1000000 log-probabilities are unread") as info:
+        await live.take()
+    assert info.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_a_prompts_log_probabilities_are_told_once_though_they_come_twice(make):

@@ -43,6 +43,20 @@ STATE = pb.SchedulerState(
     prefill_tokens_per_s=1234.5,
     swap_blocks_per_s=99.25,
 )
+ANSWER = pb.WatchStateResponse(state=STATE)
+SCHEDULERS = [
+    pb.NamedScheduler(
+        address="10.0.0.1:50052",
+        state=pb.SchedulerState(
+            num_running=12, num_waiting=3, block_pool=pb.BlockPool(num_total=48, num_held=12, num_cached=6)
+        ),
+    ),
+    pb.NamedScheduler(address="10.0.0.2:50052", obstacle="not connected"),
+]
+IN_LINES = [
+    "10.0.0.1:50052: serving, 12 running, 3 waiting, 25% of 48 blocks held",
+    "10.0.0.2:50052: not connected",
+]
 
 
 @pytest.fixture
@@ -89,7 +103,7 @@ def test_once_prints_every_figure_behind_its_name_in_one_line(target):
 def test_on_a_terminal_blocks_are_a_bar_and_figures_are_sentences():
     console = terminal(width=28 + 16)
     view = View("host:1", console)
-    view.take(STATE)
+    view.take(ANSWER)
     headline, *lines = picture(view, terminal())
     assert headline.startswith("host:1  serving  ")
     # 32 cells for 64 blocks: two blocks a cell.
@@ -107,9 +121,19 @@ def test_on_a_terminal_blocks_are_a_bar_and_figures_are_sentences():
     ]
 
 
+def test_of_several_schedulers_each_has_a_line_of_its_own(fake, target):
+    fake.schedulers = SCHEDULERS
+    for arguments in (["top", "--once", "--target", target], ["status", "--port", target.rpartition(":")[2]]):
+        shown = CliRunner().invoke(app, arguments).stdout
+        assert [line.split(" ", 1)[1].strip() for line in shown.splitlines()][-2:] == IN_LINES
+    view = View("host:1", terminal())
+    view.take(pb.WatchStateResponse(state=STATE, schedulers=SCHEDULERS))
+    assert picture(view, terminal())[-2:] == [f"schedulers  {IN_LINES[0]}", f"            {IN_LINES[1]}"]
+
+
 def test_what_was_never_measured_is_a_dash_and_a_server_without_a_swap_pool_has_no_bar_for_it():
     view = View("host:1", terminal())
-    view.take(pb.SchedulerState(block_pool=pb.BlockPool(num_total=4, num_free=4)))
+    view.take(pb.WatchStateResponse(state=pb.SchedulerState(block_pool=pb.BlockPool(num_total=4, num_free=4))))
     shown = "\n".join(picture(view, terminal()))
     assert "no worker, nothing runs" in shown
     assert "swap  " not in shown
@@ -138,8 +162,8 @@ def test_steps_per_second_are_those_between_two_states_and_unknown_behind_a_rest
     rates = []
     for at, num_steps in ((100.0, 1000), (102.0, 1100), (104.0, 7), (105.0, 17)):
         now[0] = at
-        view.take(pb.SchedulerState(num_steps=num_steps))
-        rates.append(re.search(r"steps_per_s=(\S+)", view.line())[1])
+        view.take(pb.WatchStateResponse(state=pb.SchedulerState(num_steps=num_steps)))
+        rates.append(re.search(r"steps_per_s=(\S+)", view.lines()[0])[1])
     assert rates == ["-", "50.0", "-", "10.0"]
 
 
@@ -160,7 +184,7 @@ def test_a_server_that_is_away_for_a_moment_is_asked_again(fake, target):
     fake.refusal = unavailable("DRAINING", "shutting down")
     states = watch(target, 1.0, sleep=lambda seconds: None)
     kinds = [type(next(states)) for _ in range(4)]
-    assert kinds == [pb.SchedulerState, Unavailable, pb.SchedulerState, Unavailable]
+    assert kinds == [pb.WatchStateResponse, Unavailable, pb.WatchStateResponse, Unavailable]
     states.close()
 
 
@@ -173,7 +197,7 @@ def test_a_server_that_stays_away_for_a_minute_is_given_up(fake, target):
         fake.states = []
 
     states = watch(target, 1.0, clock=lambda: now[0], sleep=sleep)
-    assert next(states) == STATE
+    assert next(states) == ANSWER
     assert all(isinstance(next(states), Unavailable) for _ in range(61))
     with pytest.raises(Unavailable, match="loading"):
         next(states)
@@ -188,20 +212,20 @@ def test_a_server_that_was_never_there_is_an_error_at_once():
 
 def test_while_a_server_is_away_its_last_state_stays_and_the_headline_says_why():
     view = View("host:1", terminal())
-    view.take(STATE)
+    view.take(ANSWER)
     view.take(Unavailable(unavailable("NO_SCHEDULER", "the scheduler does not answer")))
     headline, first, *_ = picture(view, terminal())
     assert headline == "host:1  no answer, trying again: the scheduler does not answer"
     assert "12 running" in first
-    assert view.line().endswith("no answer: the scheduler does not answer")
-    view.take(STATE)
-    assert "serving=yes" in view.line()
+    assert view.lines()[0].endswith("no answer: the scheduler does not answer")
+    view.take(ANSWER)
+    assert "serving=yes" in view.lines()[0]
 
 
 @pytest.mark.parametrize("console", [terminal(), Console(file=io.StringIO(), width=100)])
 def test_ctrl_c_ends_a_watch_cleanly_with_the_last_state_shown(console, monkeypatch):
     def interrupted(target: str, interval_s: float, access):
-        yield STATE
+        yield ANSWER
         raise KeyboardInterrupt
 
     monkeypatch.setattr(top, "watch", interrupted)

@@ -35,7 +35,7 @@ def violations_of(request: pb.GenerateRequest) -> list[tuple[str, str]]:
 
 def checked(request: pb.GenerateRequest, model: ServedModel = MODEL) -> CheckedRequest:
     check_before_tokenizing(request, model, max_token_bytes=1)
-    return resolve(request, "r", [1, 2, 3], "", model)
+    return resolve(request, "r", [1, 2, 3], "", model, whole=True)
 
 
 STOP_STRINGS = pb.StopConditions(strings=["END"])
@@ -219,15 +219,22 @@ def test_the_models_own_repetition_penalty_and_typical_p_apply_where_nothing_els
 def test_a_prompt_so_long_that_its_log_probabilities_fill_no_message_is_refused():
     long = ServedModel("fake", context_length=10**6, vocabulary_size=260, max_num_seqs=8, defaults=DEFAULTS)
     request = wanted(output=pb.OutputOptions(prompt_logprobs=19))
-    assert resolve(request, "r", [1] * 50_000, "", long).sampling.num_prompt_logprobs == 19
-    with pytest.raises(Refusal, match="asks for 1000020 with 50001 tokens; at most 1000000"):
-        resolve(request, "r", [1] * 50_001, "", long)
+    assert resolve(request, "r", [1] * 50_000, "", long, whole=False).sampling.num_prompt_logprobs == 19
+    with pytest.raises(Refusal, match="asks for 1000020 with 1 x 50001 tokens; at most 1000000"):
+        resolve(request, "r", [1] * 50_001, "", long, whole=False)
 
 
-def test_log_probabilities_of_an_answer_are_bounded():
-    long = ServedModel("fake", context_length=100_000, vocabulary_size=260, max_num_seqs=8, defaults=DEFAULTS)
-    request = wanted(output=pb.OutputOptions(logprobs=20), n=8)
-    with pytest.raises(Refusal, match="asks for 16799832 with 8 x 99999 tokens; at most 1000000 are told: set stop"):
-        resolve(request, "r", [1], "", long)
+@pytest.mark.parametrize(("best_of", "whole"), [(8, True), (9, False)])
+def test_log_probabilities_are_bounded_where_they_are_kept_until_all_are_there(best_of, whole):
+    long = ServedModel("fake", context_length=100_000, vocabulary_size=260, max_num_seqs=16, defaults=DEFAULTS)
+    request = wanted(output=pb.OutputOptions(logprobs=20), n=8, best_of=best_of)
+    with pytest.raises(Refusal, match=f" with {best_of} x 99999 tokens; at most 1000000 are told: set stop"):
+        resolve(request, "r", [1], "", long, whole=whole)
     request.stop.max_tokens = 5000
-    assert resolve(request, "r", [1], "", long).max_tokens == 5000
+    assert resolve(request, "r", [1], "", long, whole=whole).max_tokens == 5000
+
+
+def test_log_probabilities_of_what_is_streamed_as_it_comes_are_not():
+    long = ServedModel("fake", context_length=100_000, vocabulary_size=260, max_num_seqs=16, defaults=DEFAULTS)
+    request = wanted(output=pb.OutputOptions(logprobs=20), n=8)
+    assert resolve(request, "r", [1], "", long, whole=False).max_tokens == 99_999

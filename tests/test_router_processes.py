@@ -1,23 +1,28 @@
-"""Several router processes on one port, and that none shares a port by accident."""
+"""Several router processes on one port, by hand and by `pagewire up`, and that none shares a port by accident."""
 
 import contextlib
 import hashlib
 import itertools
+import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 from authority import Authority
 from cluster import Cluster, cluster, free_port
 from deployment import Service
-from fakes import TEXT
+from fakes import TEXT, VOCABULARY_SIZE, write_tokenizer
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 
-from pagewire import health
+from pagewire import health, state
 from pagewire.access import Access
+from pagewire.processes import environment, module_command
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -55,19 +60,22 @@ def num_calls(own: str) -> int:
     return answer.server[0].data.calls_succeeded
 
 
-def complete(port: int, number: int) -> str:
+def request(max_tokens: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text="p", stop=pb.StopConditions(max_tokens=max_tokens, ignore_eos=True))
+
+
+def complete(target: str, number: int = 0) -> str:
     """An answer over a connection of its own."""
     options = [("grpc.use_local_subchannel_pool", 1), ("client", number)]
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        request = pb.GenerateRequest(text="p", stop=pb.StopConditions(max_tokens=4, ignore_eos=True))
-        return GenerationServiceStub(channel).Complete(request, timeout=20).outputs[0].text
+    with grpc.insecure_channel(target, options=options) as channel:
+        return GenerationServiceStub(channel).Complete(request(4), timeout=20).outputs[0].text
 
 
 def test_connections_to_a_shared_port_are_spread_over_the_routers(site):
     port = free_port()
     with sharing(site, port, 1) as (_, first), sharing(site, port, 2) as (_, second):
         before = num_calls(first), num_calls(second)
-        texts = [complete(port, number) for number in range(32)]
+        texts = [complete(f"127.0.0.1:{port}", number) for number in range(32)]
         assert all(text in TEXT * 2 for text in texts)
         first_part, second_part = num_calls(first) - before[0], num_calls(second) - before[1]
         # One of the calls that count them is counted on each side.
@@ -80,7 +88,7 @@ def test_a_shared_port_answers_while_one_router_is_left(site):
     with sharing(site, port, 1) as (lost, _), sharing(site, port, 2):
         lost.process.send_signal(signal.SIGKILL)
         lost.process.wait()
-        assert all(complete(port, number) for number in range(8))
+        assert all(complete(f"127.0.0.1:{port}", number) for number in range(8))
 
 
 def test_routers_that_share_a_port_ask_for_tls_and_tokens_there_and_on_their_own_sockets(site, tmp_path):
@@ -89,7 +97,7 @@ def test_routers_that_share_a_port_ask_for_tls_and_tokens_there_and_on_their_own
     tokens.write_text(f'[acme]\nsha256 = ["{hashlib.sha256(b"secret").hexdigest()}"]\n')
     guarded = ("--tls-certificate", certificate, "--tls-key", key, "--auth-tokens", tokens, "--share-port")
     own = [f"unix:{site.directory}/router-{port}-{number}" for number in (1, 2)]
-    access, request = Access(ca=authority.ca, token="secret"), pb.GetModelRequest()
+    access, asked = Access(ca=authority.ca, token="secret"), pb.GetModelRequest()
     with contextlib.ExitStack() as ends:
         for socket in own:
             arguments = command(site, f"127.0.0.1:{port},{socket}", *map(str, guarded))
@@ -101,9 +109,9 @@ def test_routers_that_share_a_port_ask_for_tls_and_tokens_there_and_on_their_own
             assert health.check(target) == "no answer (UNAVAILABLE)", "plaintext"
             with access.channel(target, []) as channel:
                 stub = GenerationServiceStub(channel)
-                assert stub.GetModel(request, timeout=20, metadata=access.metadata).model
+                assert stub.GetModel(asked, timeout=20, metadata=access.metadata).model
                 with pytest.raises(grpc.RpcError) as info:
-                    stub.GetModel(request, timeout=20)
+                    stub.GetModel(asked, timeout=20)
                 assert info.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -125,3 +133,57 @@ def test_a_port_is_shared_only_if_both_say_so(site, first, second):
                 assert (other.returncode, f"cannot listen on 127.0.0.1:{port}" in errors) == (1, True), errors
     finally:
         site.routers.pop(port).stop()
+
+
+@contextlib.contextmanager
+def launched(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen, state.ClusterState]]:
+    """`pagewire up` with a worker that answers at once, once it serves."""
+    package = directory / "stand-ins" / "worker"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    without_model = "import sys; at = sys.argv.index('--model'); del sys.argv[at : at + 2]"
+    (package / "__main__.py").write_text(f"{without_model}; from bench.instant_worker import main; main()")
+    model, text, port = write_tokenizer(directory / "model"), directory / "text.json", free_port()
+    text.write_text(json.dumps(list(TEXT.encode())))
+    script = {"text": text, "vocabulary-size": VOCABULARY_SIZE, "step-ms": 5}
+    told = [word for option, value in script.items() for word in ("--set", f"worker.{option}={value}")]
+    command = module_command("pagewire", ["up", "--model", str(model), "--port", str(port), *told, *arguments])
+    env = environment()
+    env["PYTHONPATH"] = f"{package.parent}:{env.get('PYTHONPATH', '')}"
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process, wait_for(lambda: (now := state.load(port)) and now.serving and now)
+        finally:
+            process.kill()  # which its services do not survive
+
+
+def wait_for(condition: Callable[[], object]) -> object:
+    """What the condition gives once that is true."""
+    end = time.monotonic() + 30
+    while not (result := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return result
+
+
+@pytest.mark.slow
+def test_of_two_routers_that_were_launched_one_is_killed_and_comes_back_while_the_other_answers(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with launched(tmp_path, "--routers", "2") as (process, running):
+        lost, left = running.addresses["router-1"], running.addresses["router-2"]
+        expected = complete(lost)
+        assert expected in TEXT
+        assert complete(left) == expected
+        with grpc.insecure_channel(left) as channel:
+            stream = iter(GenerationServiceStub(channel).Generate(request(400), timeout=20))
+            text = next(stream).outputs[0].text
+            os.kill(running.service_pids["router-1"], signal.SIGKILL)
+            wait_for(lambda: health.check(lost) != health.SERVING)
+            assert complete(left) == expected
+            text += "".join(message.outputs[0].text for message in stream)
+        assert text == (TEXT * 400)[1:401]
+        wait_for(lambda: health.check(lost) == health.SERVING)
+        assert complete(lost) == expected
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 0, output

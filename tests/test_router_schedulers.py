@@ -358,6 +358,29 @@ async def test_a_request_is_explained_by_the_scheduler_that_has_it():
         assert info.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_while_a_scheduler_is_away_nobody_says_that_a_request_is_not_live():
+    async def refusal(request_id: str) -> str:
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await plane.introspection.ExplainRequest(introspection_pb2.ExplainRequestRequest(request_id=request_id))
+        assert info.value.code() is grpc.StatusCode.UNAVAILABLE
+        return info.value.details()
+
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        plane.schedulers[0].explanations["r"] = session_pb2.ExplainResponse(waited_ms=5)
+        await plane.servers[1].stop(0)
+        await until(plane, lambda named: named["s1"].obstacle == "not connected")
+        assert "s1, which may have 'other': not connected; retry" in await refusal("other")
+        answer = await plane.introspection.ExplainRequest(introspection_pb2.ExplainRequestRequest(request_id="r"))
+        assert answer.waited_ms == 5
+        call = plane.generation.Complete(wanted("a prompt", request_id="mine"))
+        await plane.schedulers[0].submitted()
+        await plane.servers[0].stop(0)
+        while "s0, which has 'mine': not connected; retry" not in await refusal("mine"):
+            await asyncio.sleep(0.005)
+        call.cancel()
+
+
 async def test_a_name_is_looked_up_again_and_again_for_the_schedulers_at_its_addresses(monkeypatch):
     port, hosts = free_port(), ["127.0.0.1"]
 

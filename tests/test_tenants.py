@@ -27,8 +27,9 @@ from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 from protos.rpc import dial
 from protos.xds.load_service_pb2 import OrcaLoadReportRequest
 from protos.xds.load_service_pb2_grpc import OpenRcaServiceStub
-from router import token_file
-from router.token_file import TokenFile, TokenFileError
+from router import tenant_file
+from router.config import RouterSettings
+from router.tenant_file import TenantFileError, TokenFile
 
 PROMPT = "sixteen tokens are four blocks"
 
@@ -37,6 +38,11 @@ def entry(name: str, token: str, **fields: object) -> str:
     """A tenant's part of a token file."""
     facts = "".join(f"{key} = {value}\n" for key, value in fields.items())
     return f'[{name}]\nsha256 = ["{hashlib.sha256(token.encode()).hexdigest()}"]\n{facts}'
+
+
+def limits(name: str, **fields: object) -> str:
+    """A tenant's part of a file without tokens."""
+    return "\n".join([f"[{name}]", *(f"{key} = {value}" for key, value in fields.items()), ""])
 
 
 def bearing(token: str) -> tuple[tuple[str, str], ...]:
@@ -118,8 +124,33 @@ async def test_a_new_token_file_counts_at_once_and_a_broken_one_leaves_the_old(t
 )
 def test_a_token_file_that_is_wrong_is_refused_naming_the_place(text, words, tokens):
     tokens.write_text(text)
-    with pytest.raises(TokenFileError, match=words):
-        token_file.read(tokens)
+    with pytest.raises(TenantFileError, match=words):
+        tenant_file.read_tokens(tokens)
+
+
+def test_a_file_for_tenants_without_tokens_has_no_hashes(tmp_path):
+    path = tmp_path / "tenants.toml"
+    path.write_text(entry("acme", "a"))
+    with pytest.raises(TenantFileError, match=r"acme\.sha256: Extra inputs are not permitted"):
+        tenant_file.read_tenants(path)
+    path.write_text(limits("acme", weight=2))
+    with pytest.raises(TenantFileError, match=r"acme\.sha256: Field required"):
+        tenant_file.read_tokens(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "--tenants: needs --tenant-header or --tenant-from-certificate"),
+        ({"auth_tokens": "tokens.toml"}, "--tenants and --auth-tokens: the token file has weights and limits too"),
+    ],
+)
+def test_a_file_of_tenants_is_for_those_whom_no_token_file_names(options, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tokens.toml").write_text(entry("acme", "a"))
+    Path("tenants.toml").write_text(limits("acme", weight=2))
+    with pytest.raises(ValueError, match=words):
+        RouterSettings(model="m", tenants="tenants.toml", **options)
 
 
 def test_the_command_line_makes_entries_that_the_router_reads(tmp_path):
@@ -165,15 +196,32 @@ async def test_a_header_of_a_trusted_proxy_names_the_tenant_and_no_name_passes_f
         assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "TENANT_MALFORMED")
 
 
+async def test_a_file_gives_tenants_that_a_header_names_their_limits_and_is_read_again(tmp_path):
+    path = tmp_path / "tenants.toml"
+    path.write_text(limits("acme", max_requests=2))
+    async with control_plane(router={"tenant_header": "x-tenant", "tenants": path, "tenant_max_requests": 7}) as plane:
+
+        async def max_requests(*metadata: tuple[str, str]) -> int:
+            return (await plane.generation.GetModel(pb.GetModelRequest(), metadata=metadata)).max_requests
+
+        assert await max_requests(("x-tenant", "acme")) == 2
+        assert await max_requests(("x-tenant", "zeta")) == 7, "who is not in the file has the defaults"
+        assert await max_requests() == 7
+        replace(path, limits("zeta", max_requests=1).encode())
+        assert (await max_requests(("x-tenant", "acme")), await max_requests(("x-tenant", "zeta"))) == (7, 1)
+
+
 async def test_a_verified_certificate_names_the_tenant(tmp_path):
     authority = Authority(tmp_path)
     tls, acme, zeta = authority.server(client_ca=True), authority.client("acme"), authority.client("zeta")
     files = {"tls_certificate": tls.certificate, "tls_key": tls.key, "tls_client_ca": tls.client_ca}
-    options = {"tenant_from_certificate": True, "tenant_max_requests": 3, **files}
+    (tmp_path / "tenants.toml").write_text(limits("acme", tokens_per_minute=1000))
+    options = {"tenant_from_certificate": True, "tenants": tmp_path / "tenants.toml", "tenant_max_requests": 3, **files}
     async with control_plane(router=options, client_tls=acme) as plane:
         assert await cached(plane, ()) == 0
         assert await cached(plane, ()) > 0
-        assert (await plane.generation.GetModel(pb.GetModelRequest())).max_requests == 3
+        model = await plane.generation.GetModel(pb.GetModelRequest())
+        assert (model.max_requests, model.tokens_per_minute) == (3, 1000)
         async with dial(plane.router_address, zeta) as channel:
             answer = await GenerationServiceStub(channel).Complete(request(PROMPT, max_tokens=2))
             assert answer.usage.cached_prompt_tokens == 0
@@ -346,6 +394,16 @@ async def test_the_scheduler_is_told_who_the_tenant_is_and_what_its_share_is(tok
         submit = await plane.scheduler.submitted()
         assert (submit.tenant, submit.tenant_weight) == ("acme", 2.0)
         assert (submit.request_id, submit.cache_salt) == ("acme/r", "acme/")
+        call.cancel()
+
+
+async def test_the_scheduler_is_told_the_share_of_a_tenant_that_a_header_names(tmp_path):
+    path = tmp_path / "tenants.toml"
+    path.write_text(limits("acme", weight=3))
+    async with router_alone(tenant_header="x-tenant", tenants=path) as plane:
+        call = plane.generation.Complete(request(), metadata=(("x-tenant", "acme"),))
+        submit = await plane.scheduler.submitted()
+        assert (submit.tenant, submit.tenant_weight) == ("acme", 3.0)
         call.cancel()
 
 
