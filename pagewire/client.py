@@ -65,10 +65,10 @@ class Stream:
     A stream that breaks off goes on by itself, at the same server when it is back or at another one (`Resumption`).
     """
 
-    def __init__(self, start: Callable[..., Any], request: pb.GenerateRequest, timeout: float | None) -> None:
+    def __init__(self, start: Callable[..., Any], call: Any, resumption: Resumption) -> None:
         self._start = start
-        self._resumption = Resumption(request, timeout)
-        self._call = start(request, timeout=timeout)
+        self._call = call
+        self._resumption = resumption
         self._pending: deque[Delta] = deque()
         self._closed = threading.Event()
 
@@ -122,10 +122,10 @@ class AsyncStream:
     A stream that breaks off goes on by itself, as a `Stream` does.
     """
 
-    def __init__(self, start: Callable[..., Any], request: pb.GenerateRequest, timeout: float | None) -> None:
+    def __init__(self, start: Callable[..., Any], call: Any, resumption: Resumption) -> None:
         self._start = start
-        self._resumption = Resumption(request, timeout)
-        self._call = start(request, timeout=timeout)
+        self._call = call
+        self._resumption = resumption
         self._loop = asyncio.get_running_loop()
         self._pending: deque[Delta] = deque()
         self._closed = False
@@ -202,8 +202,8 @@ class Client:
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
         """The same answer as it is made. Errors of the request come with the first delta."""
-        start = partial(self._stub.Generate, metadata=self._metadata)
-        return Stream(start, generate_request(prompt, options), timeout)
+        request, start = generate_request(prompt, options), partial(self._stub.Generate, metadata=self._metadata)
+        return Stream(start, start(request, timeout=timeout), Resumption(request, timeout))
 
     def chat(
         self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
@@ -271,8 +271,8 @@ class AsyncClient:
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
         """The same answer as it is made. Errors of the request come with the first delta."""
-        start = partial(self._stub.Generate, metadata=self._metadata)
-        return AsyncStream(start, generate_request(prompt, options), timeout)
+        request, start = generate_request(prompt, options), partial(self._stub.Generate, metadata=self._metadata)
+        return AsyncStream(start, start(request, timeout=timeout), Resumption(request, timeout))
 
     async def chat(
         self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
