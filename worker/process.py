@@ -55,9 +55,8 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
     return 0
 
 
-def main() -> None:
-    """Parses the command line and serves."""
-    settings = WorkerSettings.parse("worker")
+def main(settings: WorkerSettings) -> None:
+    """Serves, or tests itself, until the process ends."""
     if settings.selftest and "log_level" not in settings.model_fields_set:
         settings = settings.model_copy(update={"log_level": "error"})  # what a log says stands in the report
     start_logging("worker", settings)
