@@ -293,7 +293,8 @@ async def test_a_step_that_takes_too_long_is_a_lost_worker():
         worker.gate.clear()
         error = await refusal_of(plane.generation.Generate(request(max_tokens=5)))
         assert error.code is grpc.StatusCode.INTERNAL
-        assert "3 workers were lost" in error.message
+        assert "workers lost in a row while they computed it: 3" in error.message
+        assert "a step was not answered within 0.1 s" in error.message
         worker.gate.set()
         assert await plane.text(max_tokens=3) == "The"
 
@@ -456,8 +457,9 @@ async def test_a_request_that_loses_three_workers_fails_alone():
     worker = FakeWorker()
     async with control_plane(worker) as plane:
         worker.explode = 3
-        error = await refusal_of(plane.generation.Generate(request(max_tokens=5)))
+        error = await refusal_of(plane.generation.Generate(request(max_tokens=5), metadata=(("x-request-id", "bad"),)))
         assert error.code is grpc.StatusCode.INTERNAL
+        assert error.message.startswith("request 'bad' is given up: workers lost in a row while they computed it: 3, ")
         assert await plane.text(max_tokens=3) == "The"
 
 
