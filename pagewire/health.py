@@ -6,6 +6,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.access import Access
 
 SERVING = "SERVING"
+# Of a process that has the connection and does nothing with it.
+SILENT = "no answer (DEADLINE_EXCEEDED)"
 _OPEN = Access()
 
 
