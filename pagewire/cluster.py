@@ -211,16 +211,21 @@ class Cluster:
 
     async def _kill_when_silent(self, service: ServiceProcess, running: _Running) -> None:
         """Ends a process that does not answer any more. Silence is counted in checks: we may be suspended ourselves."""
-        num_silent = 0
-        while num_silent < _MAX_SILENT:
+        num_unanswered = 0
+        while True:
             await asyncio.sleep(self._probe_s)
             said = await asyncio.to_thread(
                 health.check, service.address, timeout_s=self._probe_s, access=service.access
             )
             running.has_served = running.has_served or said == health.SERVING
-            # One that drains takes no connection, and is let alone.
-            num_silent = num_silent + 1 if running.has_served and said == health.SILENT else 0
-        log.error(f"{service.name} has left {_MAX_SILENT} health checks in a row without an answer; killing it")
+            if not (running.has_served and said.startswith(health.NO_ANSWER)):
+                num_unanswered = 0
+                continue
+            num_unanswered += 1
+            # One that was told to stop takes no connections, and has its time for that.
+            if num_unanswered >= (_MAX_SILENT if said == health.SILENT else service.stop_within_s / self._probe_s):
+                break
+        log.error(f"{service.name} has left {num_unanswered} health checks in a row without an answer; killing it")
         _kill_group(running.process.pid)
 
     async def _stop(self, service: ServiceProcess) -> None:

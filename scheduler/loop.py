@@ -165,8 +165,13 @@ class SchedulerLoop:
         assert self.info is not None
         for name in ("model", "context_length", "vocabulary_size", "dtype", "quantization", "block_size"):
             if getattr(info, name) != getattr(self.info, name):
-                facts = {"field": name, "worker": getattr(info, name), "serving": getattr(self.info, name)}
-                log.error("worker refused: it is not the one that is served", extra=facts)
+                log.error(
+                    "worker refused: its %s is %s, and requests are served with %s; start one like the worker before, "
+                    "or this scheduler anew",
+                    name,
+                    getattr(info, name),
+                    getattr(self.info, name),
+                )
                 return False
         if (info.num_blocks, info.num_cpu_blocks) != (self.core.blocks.num_blocks, self.core.blocks.num_swap_blocks):
             self.core.replace_pool(pools)

@@ -130,19 +130,31 @@ async def test_a_service_that_dies_too_often_ends_the_cluster(folder):
     assert trial.events()[-2:] == ["router stop", "scheduler stop"]
 
 
-async def test_a_service_that_is_suspended_is_killed_and_started_again(folder, caplog):
-    trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=0.01), probe_s=0.3)
+async def killed_for_silence(trial: Trial, name: str, *signals: int) -> None:
+    """Sends a service signals, after which it is silent: it is to be killed and started again."""
     run = asyncio.create_task(trial.run())
     await asyncio.wait_for(trial.ready.wait(), WAIT_S)
     trial.restarted.clear()
-    old = trial.pids["worker"]
-    os.kill(old, signal.SIGSTOP)
+    old = trial.pids[name]
+    for number in signals:
+        os.kill(old, number)
     await asyncio.wait_for(trial.restarted.wait(), WAIT_S)
-    assert trial.pids["worker"] != old
-    assert any("worker has left 3 health checks" in record.message for record in caplog.records)
-    assert start_ticks(old) is None
+    assert trial.pids[name] != old
     trial.stop.set()
     await run
+
+
+async def test_a_service_that_is_suspended_is_killed_and_started_again(folder, caplog):
+    trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=0.01), probe_s=0.3)
+    await killed_for_silence(trial, "worker", signal.SIGSTOP)
+    assert "worker has left 3 health checks in a row without an answer" in caplog.text
+
+
+async def test_a_service_that_was_told_to_stop_and_does_not_is_killed_when_its_time_is_over(folder, caplog):
+    options = {"worker": "--lingering", "stop_within_s": 1.5}
+    trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=0.01), probe_s=0.3, **options)
+    await killed_for_silence(trial, "worker", signal.SIGTERM)
+    assert "worker has left 5 health checks in a row without an answer" in caplog.text
 
 
 async def test_a_usage_error_ends_the_start_with_its_message(folder):
