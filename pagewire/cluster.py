@@ -211,9 +211,10 @@ class Cluster:
 
     async def _kill_when_silent(self, service: ServiceProcess, running: _Running) -> None:
         """Ends a process that does not answer any more. Silence is counted in checks: we may be suspended ourselves."""
-        num_unanswered = 0
+        num_unanswered, said = 0, ""
         while True:
-            await asyncio.sleep(self._probe_s)
+            if said != health.SILENT:  # which took its time
+                await asyncio.sleep(self._probe_s)
             said = await asyncio.to_thread(
                 health.check, service.address, timeout_s=self._probe_s, access=service.access
             )
