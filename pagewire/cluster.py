@@ -1,5 +1,8 @@
 """Keeps a chain of services running on this machine: starts them in order, restarts what dies, stops them in reverse.
 
+A service that has served, and then takes connections and answers none of a few health checks in a row, is killed and
+started again: it is suspended, or its event loop hangs. What its work is at, its own health says to others.
+
 Knows processes, their output and their health. Which services there are and what they are told is `pagewire.launch`'s.
 """
 
@@ -22,6 +25,8 @@ from pagewire.processes import environment, tied
 USAGE_ERROR = 2
 _TAIL_LINES = 12
 _POLL_S = 0.1
+# Health checks in a row that a service may leave without an answer.
+_MAX_SILENT = 3
 _LINE_BYTES = 64 << 10
 log = logging.getLogger(__name__)
 
@@ -56,13 +61,14 @@ class RestartPolicy:
     """When a service that died is started again: delays double while deaths follow each other within the window.
 
     Attributes:
-        max_deaths: this many within the window are too many.
+        max_deaths: this many within the window are too many. A request that kills workers costs one and as many as it
+            takes to halve the requests that run beside it (8 for 128 of them), and is no reason to give up.
     """
 
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
-    max_deaths: int = 5
-    window_s: float = 60.0
+    max_deaths: int = 10
+    window_s: float = 120.0
     _deaths: deque[float] = field(default_factory=deque)
     _streak: int = 0
 
@@ -80,10 +86,15 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class _Running:
-    """A service's process, while it lives."""
+    """A service's process, while it lives.
+
+    Attributes:
+        has_served: it has been SERVING. Before, it may be silent: who loads a model answers when it can.
+    """
 
     process: asyncio.subprocess.Process
     reader: asyncio.Task[None]
+    has_served: bool = False
 
 
 class Cluster:
@@ -96,6 +107,7 @@ class Cluster:
         on_pids: takes the services' process ids whenever they change.
         new_policy: makes each service's restart policy.
         start_within_s: seconds until the start is given up; a large model takes minutes to load.
+        probe_s: seconds between two health checks of a service that has served, and within which each is answered.
     """
 
     def __init__(
@@ -107,6 +119,7 @@ class Cluster:
         on_pids: Callable[[dict[str, int]], None] = lambda pids: None,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         start_within_s: float = 1800.0,
+        probe_s: float = 5.0,
     ) -> None:
         self._services = services
         self._on_line = on_line
@@ -114,6 +127,7 @@ class Cluster:
         self._on_pids = on_pids
         self._new_policy = new_policy
         self._start_within_s = start_within_s
+        self._probe_s = probe_s
         self._running: dict[str, _Running] = {}
         self._tails: dict[str, deque[str]] = {service.name: deque(maxlen=_TAIL_LINES) for service in services}
         self._ready = False
@@ -153,6 +167,8 @@ class Cluster:
             try:
                 async with asyncio.timeout_at(give_up_at):
                     await _serving(service)
+                if (running := self._running.get(service.name)) is not None:
+                    running.has_served = True
             except TimeoutError:
                 late = f"{service.name} does not serve after {self._start_within_s:g} s"
                 raise LaunchError(self._with_tail(service, late)) from None
@@ -185,9 +201,33 @@ class Cluster:
         running = _Running(process, asyncio.create_task(self._read_lines(service.name, process)))
         self._running[service.name] = running
         self._report_pids()
-        status = await process.wait()
+        watch = asyncio.create_task(self._kill_when_silent(service, running))
+        try:
+            status = await process.wait()
+        finally:
+            watch.cancel()
         await self._forget(service.name)
         return status
+
+    async def _kill_when_silent(self, service: ServiceProcess, running: _Running) -> None:
+        """Ends a process that does not answer any more. Silence is counted in checks: we may be suspended ourselves."""
+        num_unanswered, said = 0, ""
+        while True:
+            if said != health.SILENT:  # which took its time
+                await asyncio.sleep(self._probe_s)
+            said = await asyncio.to_thread(
+                health.check, service.address, timeout_s=self._probe_s, access=service.access
+            )
+            running.has_served = running.has_served or said == health.SERVING
+            if not (running.has_served and said.startswith(health.NO_ANSWER)):
+                num_unanswered = 0
+                continue
+            num_unanswered += 1
+            # One that was told to stop takes no connections, and has its time for that.
+            if num_unanswered >= (_MAX_SILENT if said == health.SILENT else service.stop_within_s / self._probe_s):
+                break
+        log.error(f"{service.name} has left {num_unanswered} health checks in a row without an answer; killing it")
+        _kill_group(running.process.pid)
 
     async def _stop(self, service: ServiceProcess) -> None:
         running = self._running.get(service.name)

@@ -6,6 +6,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.access import Access
 
 SERVING = "SERVING"
+# How a sentence begins where nobody answers; the whole of it for one who has the connection and does nothing with it.
+NO_ANSWER = "no answer"
+SILENT = f"{NO_ANSWER} (DEADLINE_EXCEEDED)"
 _OPEN = Access()
 
 
@@ -26,5 +29,5 @@ def check(target: str, service: str = "", timeout_s: float = 2.0, access: Access
             code = error.code()
             if code is grpc.StatusCode.NOT_FOUND:
                 return f"no service {service!r}"
-            return f"no answer ({code.name})"
+            return f"{NO_ANSWER} ({code.name})"
     return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)

@@ -69,7 +69,7 @@ def fetch_default(console: Console) -> Path:
     with _progress(console) as progress, _locked(models / f".{_FOLDER}.lock", progress):
         # Another process may have fetched it while this one waited; one that was killed may have left its files.
         if not folder.is_dir():
-            for rest in models.glob(".fetch-*"):
+            for rest in (*models.glob(".fetch-*"), *models.glob(f".{_FOLDER}-*")):  # of a download, of a conversion
                 shutil.rmtree(rest, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=models) as work:
                 _fetch(Path(work), folder, progress)

@@ -20,7 +20,7 @@ from router.metrics import metrics_of
 from router.schedulers import Schedulers
 from router.server import GenerationService
 from router.tenants import ByToken, Tenants, TokenGate, tenants_of
-from router.tokenizer import Tokenizer, find_checkpoint
+from router.tokenizer import Tokenizer, UnreadableFile, find_checkpoint
 
 log = logging.getLogger("router")
 
@@ -119,7 +119,7 @@ def main() -> None:
     process.start_logging("router", settings)
     try:
         tokenizer = Tokenizer(find_checkpoint(settings.model))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, UnreadableFile) as error:
         log.error(str(error))
         sys.exit(1)
     process.run(lambda stop: serve(settings, tokenizer, stop))

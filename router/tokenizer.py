@@ -25,6 +25,15 @@ class ChatTemplateError(ValueError):
     """The model's chat template does not take these messages, or there is none."""
 
 
+class UnreadableFile(Exception):
+    """One of the model's files is not what its name says; the message names it and the remedy."""
+
+    def __init__(self, path: Path, error: Exception) -> None:
+        super().__init__(
+            f"{path} can not be read: {error}; it is damaged or cut short, so fetch or save the model again"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
     """What the checkpoint's generation_config names; None where it names nothing."""
@@ -48,13 +57,17 @@ class Tokenizer:
 
     Raises:
         FileNotFoundError: the directory holds no tokenizer.json.
+        UnreadableFile: a file is there, and is damaged.
     """
 
     def __init__(self, directory: Path) -> None:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: save the model's fast tokenizer with save_pretrained")
-        self.backend = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self.backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # it raises nothing more precise
+            raise UnreadableFile(path, error) from error
         self.backend.no_truncation()
         self.backend.no_padding()
         self.max_token_bytes = max(len(token.encode()) for token in self.backend.get_vocab())
@@ -111,7 +124,15 @@ def find_checkpoint(model: str) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UnreadableFile(path, error) from error
+    if not isinstance(content, dict):
+        raise UnreadableFile(path, ValueError("it is no JSON object"))
+    return content
 
 
 def _content(token: str | dict[str, Any]) -> str:
@@ -140,7 +161,10 @@ def _compile(directory: Path, config: dict[str, Any]) -> jinja2.Template | None:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise UnreadableFile(path if path.is_file() else directory / "tokenizer_config.json", error) from error
 
 
 class _GenerationBlock(Extension):

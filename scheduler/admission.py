@@ -22,6 +22,7 @@ class Reason(enum.Enum):
     TOKENS = enum.auto()
     SWAPPED_GROUPS = enum.auto()
     DELAY = enum.auto()
+    SUSPECTS = enum.auto()
 
 
 class QueueFull(Exception):

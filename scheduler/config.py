@@ -57,7 +57,11 @@ class SchedulerSettings(ServerTlsSettings):
     )
     step_timeout_s: float = Field(120.0, gt=0, description="seconds after which a step's worker is given up")
     drain_grace_s: float = Field(30.0, ge=0, description="seconds that live requests get to finish after SIGTERM")
-    max_failed_steps: int = Field(3, ge=1, description="steps lost with their worker after which a request is failed")
+    max_failed_steps: int = Field(
+        3,
+        ge=1,
+        description="workers lost in a row in steps of a request, at last of it alone, after which it is failed",
+    )
     record: Path | None = Field(
         None,
         description="file for all that the scheduler decides, and on what grounds, for `pagewire replay`; prompts and "

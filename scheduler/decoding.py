@@ -27,8 +27,6 @@ class Decoder:
         searches: dict[int, list[tuple[Sequence, list[tuple[int, float]]]]] = {}
         for row in plan.rows:
             group = row.group
-            if row.samples:
-                group.num_failed_steps = 0
             for sampled in row.samples:
                 if failed and place in failed and not sampled.status.finished:
                     self._fail(group, outputs)

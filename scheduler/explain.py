@@ -34,7 +34,7 @@ class Explanation:
 def explain(core: Scheduler, group: SequenceGroup, serving: bool = True) -> Explanation:
     """Why `group`, which has not ended, is where it is; `serving`: whether there is a worker for it."""
     queues, blocks = core.queues, core.blocks
-    reason, message, position, num_blocks = None, "it runs", None, 0
+    reason, message, position, num_blocks = None, "it runs" + _apart(core, group), None, 0
     if group.status is Status.WAITING:
         position, num_blocks = queues.waiting.order().index(group), num_blocks_to_admit(group, blocks)
     elif group.status is Status.SWAPPED:
@@ -56,6 +56,8 @@ def explain(core: Scheduler, group: SequenceGroup, serving: bool = True) -> Expl
 
 def _why(core: Scheduler, group: SequenceGroup, position: int) -> Reason:
     """What the `position`-th of the waiting or the swapped groups waits for, as the last plan left it."""
+    if core.suspects:
+        return (core.held_up(group) or Reason.NEXT_STEP) if group in core.suspects.on_trial else Reason.SUSPECTS
     if group.status is Status.WAITING and core.queues.swapped:
         return Reason.SWAPPED_GROUPS
     if position:
@@ -86,6 +88,18 @@ def _in_words(core: Scheduler, group: SequenceGroup, reason: Reason, position: i
             return f"what runs uses up the {policy.max_num_batched_tokens} tokens of each step"
         case Reason.DELAY:
             return f"prompts gather for {policy.delay_factor:g} times as long as the last prefill step took"
+        case Reason.SUSPECTS if group in core.suspects:
+            return f"it waits to run{_apart(core, group)}"
+        case Reason.SUSPECTS:
+            return "requests in whose steps a worker was lost are run again first, a few at a time"
         case Reason.NO_WORKER:
             return "no worker is connected: it runs as soon as one is, if others do not go first"
     return "nothing is known to be in its way: the next step looks at it"
+
+
+def _apart(core: Scheduler, group: SequenceGroup) -> str:
+    """Why a group is run apart from others, if it is."""
+    if group not in core.suspects:
+        return ""
+    lost = f"workers lost in a row in its steps: {core.suspects.num_workers_lost(group)}"
+    return f" apart from others ({lost}; at {core.policy.max_failed_steps} and alone it fails)"

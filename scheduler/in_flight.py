@@ -40,46 +40,51 @@ from scheduler.sequence import Sequence, SequenceGroup
 
 
 class StepsInFlight:
-    """The ids of the steps that the worker has not answered, at most `max_steps`."""
+    """The steps that the worker has not answered, at most `max_steps`."""
 
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
-        self._step_ids: deque[int] = deque()
+        self._plans: deque[Plan] = deque()
 
     def __len__(self) -> int:
-        return len(self._step_ids)
+        return len(self._plans)
 
     @property
     def last(self) -> int:
         """The one planned last; 0 for none."""
-        return self._step_ids[-1] if self._step_ids else 0
+        return self._plans[-1].step_id if self._plans else 0
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """The groups of which they compute tokens, also those that have ended since."""
+        return list({row.group.number: row.group for plan in self._plans for row in plan.rows}.values())
 
     def check_room(self) -> None:
         """Asserts that one more may be planned."""
-        assert len(self._step_ids) < self._max_steps, "too many steps in flight"
+        assert len(self._plans) < self._max_steps, "too many steps in flight"
 
-    def add(self, step_id: int) -> None:
+    def add(self, plan: Plan) -> None:
         """Takes in a step with rows."""
-        self._step_ids.append(step_id)
+        self._plans.append(plan)
 
     def answer(self, step_id: int) -> None:
         """Lets the oldest go, which this has to be."""
-        oldest = self._step_ids.popleft()
+        oldest = self._plans.popleft().step_id
         assert oldest == step_id, f"step {step_id} is answered, and {oldest} is older"
 
     def lose(self) -> None:
         """Forgets all."""
-        self._step_ids.clear()
+        self._plans.clear()
 
     def hold(self, group: SequenceGroup) -> bool:
         """Whether something may still come for a preempted group."""
-        return bool(self._step_ids) and group.returns_after >= self._step_ids[0]
+        return bool(self._plans) and group.returns_after >= self._plans[0].step_id
 
     def check(self, groups: Iterable[SequenceGroup]) -> None:
         """Asserts that every token that is expected comes with one of them."""
         for sequence in (sequence for group in groups for sequence in group.live):
             num_expected = sequence.num_expected_tokens - sequence.num_tokens
-            assert 0 <= num_expected <= len(self._step_ids), "a token is expected that no step samples"
+            assert 0 <= num_expected <= len(self._plans), "a token is expected that no step samples"
 
 
 def add_row(

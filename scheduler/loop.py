@@ -107,7 +107,7 @@ class SchedulerLoop:
             except TimeoutError:
                 self._lose(f"a step was not answered within {self._settings.step_timeout_s} s")
             except WorkerLost as lost:
-                self._lose(str(lost))
+                self._lose(str(lost), in_order=lost.in_order)
             await asyncio.sleep(_RECONNECT_DELAY_S)
 
     async def look_at_worker(self, timeout_s: float) -> str | None:
@@ -171,8 +171,13 @@ class SchedulerLoop:
         assert self.info is not None
         for name in ("model", "context_length", "vocabulary_size", "dtype", "quantization", "block_size"):
             if getattr(info, name) != getattr(self.info, name):
-                facts = {"field": name, "worker": getattr(info, name), "serving": getattr(self.info, name)}
-                log.error("worker refused: it is not the one that is served", extra=facts)
+                log.error(
+                    "worker refused: its %s is %s, and requests are served with %s; start one like the worker before, "
+                    "or this scheduler anew",
+                    name,
+                    getattr(info, name),
+                    getattr(self.info, name),
+                )
                 return False
         if (info.num_blocks, info.num_cpu_blocks) != (self.core.blocks.num_blocks, self.core.blocks.num_swap_blocks):
             self.core.replace_pool(pools)
@@ -250,19 +255,22 @@ class SchedulerLoop:
             async with asyncio.timeout(timeout_s):
                 await self._work.wait()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, in_order: bool = False) -> None:
         """The worker is gone, and what it computed with it."""
         assert self.core is not None
         self._set_connected(False)
         self._pacing = None
-        groups = self.core.requeue_running()
+        groups, conviction = self.core.requeue_running(in_order=in_order)
         self._observer.lost(groups)
-        log.error("worker lost", extra={"reason": reason, "requeued": len(groups)})
-        for group in groups:
-            if group.num_failed_steps >= self._settings.max_failed_steps:
-                self.core.abort(group)
-                message = f"{group.num_failed_steps} workers were lost while they computed this request"
-                self._fail(group, grpc.StatusCode.INTERNAL, message)
+        facts = {"reason": reason, "requeued": len(groups), "suspects": self.core.suspects.num_suspects}
+        log.log(logging.INFO if in_order else logging.ERROR, "worker lost", extra=facts)
+        if conviction is not None:
+            group, num_workers = conviction.group, conviction.num_workers
+            message = (
+                f"request {group.request_id!r} is given up: workers lost in a row while they computed it: "
+                f"{num_workers}, the last one while it computed nothing else ({reason})"
+            )
+            self._fail(group, grpc.StatusCode.INTERNAL, message)
 
     def _fail(self, group: SequenceGroup, code: grpc.StatusCode, message: str) -> None:
         """Tells the router that a group, which has ended, ended in an error."""

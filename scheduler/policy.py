@@ -37,6 +37,7 @@ class Policy:
         delay_factor: without chunked_prefill, how many times as long as the last prefill step took the next prompt
             waits for others to join it.
         preemption_mode: how a group loses its blocks.
+        max_failed_steps: workers lost in a row in a group's steps, at last in those of it alone, after which it ends.
         aging_s: how long a group has to wait until it goes before one that has just come with a priority one higher.
     """
 
@@ -52,6 +53,7 @@ class Policy:
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     aging_s: float = 10.0
     max_steps_in_flight: int = 1
+    max_failed_steps: int = 3
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
@@ -61,6 +63,7 @@ class Policy:
             )
         for name in (
             "max_steps_in_flight",
+            "max_failed_steps",
             "max_waiting_requests",
             "max_waiting_tokens",
             "max_waiting_requests_per_tenant",

@@ -25,6 +25,7 @@ from scheduler.plan import Finished, Plan, StepOutputs, StepResult
 from scheduler.policy import Policy, PreemptionMode
 from scheduler.preemption import Preemption
 from scheduler.sequence import Progress, SequenceGroup
+from scheduler.suspects import Conviction
 
 VERSION = 1
 # The calls that change a core, or may. `tests/test_record.py` asks for a word on each public method.
@@ -94,7 +95,9 @@ def digest(outcome: object) -> object:
             return [outcome.group.number, *_end(outcome)]
         case Preemption():
             return [outcome.group.number, outcome.mode.value]
-        case list():
+        case Conviction():
+            return [outcome.group.number, outcome.num_workers]
+        case list() | tuple():
             return [digest(part) for part in outcome]
     raise TypeError(f"a {type(outcome).__name__} has no digest")
 

@@ -36,6 +36,7 @@ from scheduler.policy import Policy, PreemptionMode
 from scheduler.preemption import Preemption, Rates, choose_mode
 from scheduler.queues import Queues
 from scheduler.sequence import Progress, Sequence, SequenceGroup, Status
+from scheduler.suspects import RUN_APART, Conviction, Suspects
 
 
 class Scheduler:
@@ -44,6 +45,7 @@ class Scheduler:
     Attributes:
         queues: where each of them is.
         rates: what the worker's steps showed it can do.
+        suspects: groups that may have killed a worker.
         num_looked_up_tokens: prompt tokens looked up in the prefix cache, at first admission.
         num_found_tokens: those that were found.
     """
@@ -59,6 +61,7 @@ class Scheduler:
         self.num_looked_up_tokens = 0
         self.num_found_tokens = 0
         self._in_flight = StepsInFlight(policy.max_steps_in_flight)
+        self.suspects = Suspects(policy.max_failed_steps, self.queues, self._in_flight)
         self._decoder = Decoder(self.queues)
         self._deadlines = Deadlines()
         self._numbers = itertools.count(1)
@@ -186,7 +189,11 @@ class Scheduler:
     def preempt(self, group: SequenceGroup, by: SequenceGroup | None = None) -> Preemption:
         """Takes a running group's blocks, by the way that the policy chooses, until it is its turn again."""
         assert group.status is Status.RUNNING, f"a group that is {group.status.name} has no blocks to take"
-        mode, reason = choose_mode(group, self.policy.preemption_mode, self.blocks, self.rates)
+        return self._preempt(group, *choose_mode(group, self.policy.preemption_mode, self.blocks, self.rates), by)
+
+    def _preempt(
+        self, group: SequenceGroup, mode: PreemptionMode, reason: str, by: SequenceGroup | None = None
+    ) -> Preemption:
         self.num_preemptions += 1
         group.num_preemptions += 1
         group.preempted_by = by.request_id if by is not None else ""
@@ -199,20 +206,25 @@ class Scheduler:
             self.queues.preempt(group)
         return Preemption(group, mode, reason)
 
-    def requeue_running(self) -> list[SequenceGroup]:
+    def requeue_running(self, *, in_order: bool = False) -> tuple[list[SequenceGroup], Conviction | None]:
         """The worker is gone, all KV and the steps in flight with it: every group goes back into the waiting queue.
 
+        Args:
+            in_order: whether it left by itself, and has not run what it did not answer. Else that may have killed it.
+
         Returns:
-            Those that ran, or for which something was in flight: to be computed again.
+            Those that ran, or for which something was in flight: to be computed again. And the one among them that is
+            given up instead, and has ended.
         """
         groups = self.queues.groups.values()
         lost = [group for group in groups if group.status is Status.RUNNING or self._in_flight.hold(group)]
-        for group in lost:
-            group.num_failed_steps += 1
+        conviction = None if in_order else self.suspects.accuse()
         self._in_flight.lose()
         self.queues.forget_worker()
-        self._blocked = None
-        return lost
+        self._blocked = self._held_up = None
+        if conviction is not None:
+            self.abort(conviction.group)
+        return lost, conviction
 
     def replace_pool(self, blocks: BlockManager) -> None:
         """Takes other pools, of a new worker, while nothing holds blocks; requests too long for them end earlier."""
@@ -240,6 +252,10 @@ class Scheduler:
         plan.dropped = self._deadlines.take_late(now, self.blocks, self.rates)
         for dropped in plan.dropped:
             self.abort(dropped.group)
+        in_the_way = self.suspects.turn(self._held_up[1] if self._held_up is not None else None)
+        if in_the_way is None:
+            return plan
+        apart = [self._preempt(group, PreemptionMode.RECOMPUTE, RUN_APART) for group in in_the_way]
         self._held_up = None
         if self.policy.chunked_prefill:
             self._schedule_running(plan)
@@ -254,10 +270,11 @@ class Scheduler:
                         self._admit(plan, now)
                     self._prefilled_last = prefilling
         if plan.rows:
-            self._in_flight.add(plan.step_id)
+            self._in_flight.add(plan)
             plan.blocks_to_swap_out = self.blocks.take_swapped_out()
             plan.forget = self.queues.take_gone()
             self.queues.waiting.charge(plan.rows)
+        plan.preempted += apart
         assert plan.num_tokens <= self.policy.max_num_batched_tokens, "over budget"
         return plan
 
@@ -272,12 +289,15 @@ class Scheduler:
             self._prefill_step_s = result.step_s
         self.rates.note_step(plan.num_tokens, plan.num_prefill_tokens, result.step_s)
         self.rates.note_swap(len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in), result.swap_s)
-        return self._decoder.decode(plan, result)
+        outputs = self._decoder.decode(plan, result)
+        self.suspects.clear(plan)
+        return outputs
 
     def check(self) -> None:
         """Asserts the invariants of queues and blocks; for tests, after every step."""
         self.queues.check(self.policy.max_num_seqs)
         self._in_flight.check(self.queues.groups.values())
+        self.suspects.check()
 
     # What runs
 
@@ -373,7 +393,7 @@ class Scheduler:
 
     def _admit(self, plan: Plan, now: float) -> None:
         """Lets waiting groups in in turn; the first that can not come in holds up all others: nobody is overtaken."""
-        while (group := self.queues.waiting.head()) and not self.queues.swapped:
+        while (group := self.suspects.head_of(self.queues.waiting)) and not self.queues.swapped:
             num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
             if (reason := self._why_not_yet(group, plan, num_tokens_left, now)) is not None:
                 return self._hold_up(group, reason)

@@ -192,7 +192,6 @@ class SequenceGroup:
         preempted_by: the request that got its blocks the last time.
         preemption_reason: in words, by which way it lost them then, and why.
         num_cached_prompt_tokens: prompt tokens whose KV was there already when it was first admitted.
-        num_failed_steps: steps in a row that were lost with their worker while this group ran: with no sample between.
         returns_after: the last step that was in flight when it was preempted. What the step samples for it is still
             taken, so it does not run again before.
         known_to_worker: whether a plan has brought it to the worker.
@@ -228,7 +227,6 @@ class SequenceGroup:
     preempted_by: str = ""
     preemption_reason: str = ""
     num_cached_prompt_tokens: int = 0
-    num_failed_steps: int = 0
     returns_after: int = 0
     known_to_worker: bool = False
     penalized: bool = field(init=False, default=False)

@@ -17,13 +17,23 @@ from scheduler.plan import Plan, StepResult, to_request, to_result
 
 # What reading from and writing to a stream that has ended raises.
 _BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
+# The worker stops, or is another one than was asked what it loaded.
+_IN_ORDER = (grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION)
 # After this without a connection the log says why, and new certificates are looked for.
 _LOOK_AGAIN_S = 10.0
 log = logging.getLogger(__name__)
 
 
 class WorkerLost(Exception):
-    """The worker, or the stream to it, is gone; what it held of KV can not be used any more."""
+    """The worker, or the stream to it, is gone; what it held of KV can not be used any more.
+
+    Attributes:
+        in_order: whether it said so itself, and has not run what it did not answer.
+    """
+
+    def __init__(self, message: str, *, in_order: bool) -> None:
+        super().__init__(message)
+        self.in_order = in_order
 
 
 class WorkerLink:
@@ -76,7 +86,7 @@ class WorkerLink:
         """Raises WorkerLost when the stream of steps has ended."""
         assert self._call is not None, "not connected"
         if self._call.done():
-            raise WorkerLost(await self._last_words())
+            raise await self._loss()
 
     async def look(self, timeout_s: float) -> str | None:
         """Asks the worker for its health, beside the stream of steps: why there is no answer in time, or None."""
@@ -100,7 +110,7 @@ class WorkerLink:
         try:
             await self._call.write(to_request(plan, self._epoch, traces))
         except _BROKEN as error:
-            raise WorkerLost(await self._last_words()) from error
+            raise await self._loss() from error
 
     async def receive(self, plan: Plan, timeout_s: float | None) -> StepResult | None:
         """The result of the oldest step that is on its way.
@@ -122,7 +132,7 @@ class WorkerLink:
         except TimeoutError:
             return None
         if response is None:
-            raise WorkerLost(await self._last_words())
+            raise await self._loss()
         assert response.step_id == plan.step_id, "results out of order"
         return to_result(response)
 
@@ -140,9 +150,11 @@ class WorkerLink:
         self.close_stream()
         await self._line.channel.close()
 
-    async def _last_words(self) -> str:
+    async def _loss(self) -> WorkerLost:
+        """What the end of the stream of steps tells."""
         assert self._call is not None
-        return f"{(await self._call.code()).name}: {await self._call.details()}"
+        code, words = await self._call.code(), await self._call.details()
+        return WorkerLost(f"{code.name}: {words}" if words else code.name, in_order=code in _IN_ORDER)
 
 
 async def _read(

@@ -183,14 +183,14 @@ def main(arguments: list[str]) -> None:
     """A service NAME that answers health checks at --listen until SIGTERM and writes its start and stop into --journal.
 
     --die: ends with status 3 at once. --bad-option: is refused with status 2. --stubborn: does not care for SIGTERM.
-    --mute: never answers.
+    --mute: never answers. --lingering: takes no connections after SIGTERM, and does not end.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--listen")
     for option in ("--journal", "--tls-certificate", "--tls-key"):
         parser.add_argument(option, type=Path)
-    for flag in ("--die", "--bad-option", "--stubborn", "--mute", "--share-port"):
+    for flag in ("--die", "--bad-option", "--stubborn", "--mute", "--lingering", "--share-port"):
         parser.add_argument(flag, action="store_true")
     given, _ = parser.parse_known_args(arguments)
     name = given.name
@@ -218,6 +218,8 @@ def main(arguments: list[str]) -> None:
             note("stop")
             if not given.stubborn:
                 break
+    while given.lingering:
+        signal.pause()
 
 
 if __name__ == "__main__":

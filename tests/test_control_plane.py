@@ -293,9 +293,21 @@ async def test_a_step_that_takes_too_long_is_a_lost_worker():
         worker.gate.clear()
         error = await refusal_of(plane.generation.Generate(request(max_tokens=5)))
         assert error.code is grpc.StatusCode.INTERNAL
-        assert "3 workers were lost" in error.message
+        assert "workers lost in a row while they computed it: 3" in error.message
+        assert "a step was not answered within 0.1 s" in error.message
         worker.gate.set()
         assert await plane.text(max_tokens=3) == "The"
+
+
+async def test_what_a_worker_that_was_given_up_answers_late_is_nobodys():
+    worker = FakeWorker()
+    async with control_plane(worker, step_timeout_s=0.3) as plane:
+        worker.gate.clear()
+        text = asyncio.create_task(plane.text(max_tokens=9))
+        while len(worker.requests) < 2:
+            await asyncio.sleep(0.005)
+        worker.gate.set()  # both steps are answered now, each on its stream
+        assert await text == TEXT[:9]
 
 
 async def test_a_prompt_that_can_never_fit_is_ignored_with_the_reason():
@@ -429,10 +441,12 @@ async def test_a_stop_string_that_is_found_while_two_more_steps_are_in_flight_en
         assert answer.usage.completion_tokens == len("The quick brown")
 
 
-async def test_a_worker_of_another_block_size_is_refused_until_the_right_one_comes():
+async def test_a_worker_of_another_block_size_is_refused_until_the_right_one_comes(caplog):
     async with control_plane() as plane:
         await plane.replace_worker(FakeWorker(epoch=2, block_size=8))
-        await plane.until(lambda state: not state.serving)
+        while "worker refused: its block_size is 8, and requests are served with 4; start one like" not in caplog.text:
+            await asyncio.sleep(0.005)
+        assert not (await plane.state()).serving
         await plane.replace_worker(FakeWorker(epoch=3))
         await wait_for_serving(plane.channel)
         assert await plane.text(max_tokens=3) == "The"
@@ -456,8 +470,9 @@ async def test_a_request_that_loses_three_workers_fails_alone():
     worker = FakeWorker()
     async with control_plane(worker) as plane:
         worker.explode = 3
-        error = await refusal_of(plane.generation.Generate(request(max_tokens=5)))
+        error = await refusal_of(plane.generation.Generate(request(max_tokens=5), metadata=(("x-request-id", "bad"),)))
         assert error.code is grpc.StatusCode.INTERNAL
+        assert error.message.startswith("request 'bad' is given up: workers lost in a row while they computed it: 3, ")
         assert await plane.text(max_tokens=3) == "The"
 
 

@@ -206,7 +206,7 @@ def test_a_worker_is_told_of_all_tokens_where_a_penalty_is_on_and_only_there():
     for token in (7, 8):
         core.update(plan, answer(plan, [token]))
         plan = core.schedule(0.0)
-    core.requeue_running()
+    core.requeue_running(in_order=True)
     core.stop(penalized, 0)
     first, second = to_request(core.schedule(0.0), 1).new_requests
     assert (first.request_id, bool(first.prompt_token_ids)) == (plain.number, False)

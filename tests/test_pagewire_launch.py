@@ -46,6 +46,7 @@ class Trial:
         policy=RestartPolicy,
         stop_within_s: float = 5.0,
         start_within_s: float = WAIT_S,
+        probe_s: float = 5.0,
         **options: str,
     ) -> None:
         self.journal = folder / "journal"
@@ -67,6 +68,7 @@ class Trial:
             on_pids=self.note_pids,
             new_policy=policy,
             start_within_s=start_within_s,
+            probe_s=probe_s,
         )
 
     async def run(self) -> None:
@@ -123,9 +125,36 @@ async def test_a_service_that_dies_too_often_ends_the_cluster(folder):
     run = asyncio.create_task(trial.run())
     await asyncio.wait_for(trial.ready.wait(), WAIT_S)
     os.kill(await ended_pid(trial, "worker"), signal.SIGKILL)
-    with pytest.raises(LaunchError, match=r"worker was killed by SIGKILL, death 2 within 60 s; giving up"):
+    with pytest.raises(LaunchError, match=r"worker was killed by SIGKILL, death 2 within 120 s; giving up"):
         await run
     assert trial.events()[-2:] == ["router stop", "scheduler stop"]
+
+
+async def killed_for_silence(trial: Trial, name: str, *signals: int) -> None:
+    """Sends a service signals, after which it is silent: it is to be killed and started again."""
+    run = asyncio.create_task(trial.run())
+    await asyncio.wait_for(trial.ready.wait(), WAIT_S)
+    trial.restarted.clear()
+    old = trial.pids[name]
+    for number in signals:
+        os.kill(old, number)
+    await asyncio.wait_for(trial.restarted.wait(), WAIT_S)
+    assert trial.pids[name] != old
+    trial.stop.set()
+    await run
+
+
+async def test_a_service_that_is_suspended_is_killed_and_started_again(folder, caplog):
+    trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=0.01), probe_s=0.3)
+    await killed_for_silence(trial, "worker", signal.SIGSTOP)
+    assert "worker has left 3 health checks in a row without an answer" in caplog.text
+
+
+async def test_a_service_that_was_told_to_stop_and_does_not_is_killed_when_its_time_is_over(folder, caplog):
+    options = {"worker": "--lingering", "stop_within_s": 1.5}
+    trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=0.01), probe_s=0.3, **options)
+    await killed_for_silence(trial, "worker", signal.SIGTERM)
+    assert "worker has left 5 health checks in a row without an answer" in caplog.text
 
 
 async def test_a_usage_error_ends_the_start_with_its_message(folder):
@@ -165,12 +194,12 @@ async def test_a_stop_while_starting_is_no_error(folder):
     assert not trial.ready.is_set()
 
 
-def test_delays_double_up_to_their_bound_and_five_deaths_in_a_minute_are_too_many():
+def test_delays_double_up_to_their_bound_and_ten_deaths_in_two_minutes_are_too_many():
     policy = RestartPolicy()
-    assert [policy.delay_after_death(now) for now in (0, 1, 2, 3, 4)] == [0.5, 1, 2, 4, None]
+    assert [policy.delay_after_death(now) for now in range(10)] == [0.5, 1, 2, 4, 8, 10, 10, 10, 10, None]
     patient = RestartPolicy()
-    assert [patient.delay_after_death(20 * i) for i in range(7)] == [0.5, 1, 2, 4, 8, 10, 10]
-    assert patient.delay_after_death(20 * 6 + 60) == 0.5
+    assert [patient.delay_after_death(20 * i) for i in range(12)][-1] == 10
+    assert patient.delay_after_death(20 * 11 + 120) == 0.5
 
 
 # Command lines

@@ -5,7 +5,7 @@ import json
 import pytest
 from fakes import EOS, write_tokenizer
 
-from router.tokenizer import ChatTemplateError, Tokenizer, find_checkpoint
+from router.tokenizer import ChatTemplateError, Tokenizer, UnreadableFile, find_checkpoint
 
 
 @pytest.fixture
@@ -57,6 +57,23 @@ def test_generation_config_names_defaults_and_config_is_the_last_resort_for_eos(
     (directory / "generation_config.json").unlink()
     (directory / "config.json").write_text(json.dumps({"eos_token_id": EOS}))
     assert Tokenizer(directory).defaults.eos_token_ids == (EOS,)
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("tokenizer.json", '{"version": '),
+        ("tokenizer_config.json", '{"bos_token": '),
+        ("tokenizer_config.json", "[]"),
+        ("generation_config.json", '{"eos'),
+        ("chat_template.jinja", "{% for m in"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_remedy(tmp_path, name, content):
+    write_tokenizer(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UnreadableFile, match=rf"{name} can not be read: .*fetch or save the model again"):
+        Tokenizer(tmp_path)
 
 
 def test_a_directory_without_a_tokenizer_says_which_file_is_missing(tmp_path):

@@ -50,6 +50,7 @@ class Deployment:
     def __init__(self, weights, *, num_blocks=AMPLE, num_swap_blocks=0, budget=64, **policy) -> None:
         self._weights, self._sizes = weights, (num_blocks, num_swap_blocks, budget)
         options = {"max_num_seqs": min(40, budget), "max_waiting_requests": 100, "watermark": 0.0} | policy
+        options["max_failed_steps"] = 1000  # of so many workers that are lost nobody is guilty
         self.core = Scheduler(Policy(budget, **options), BlockManager(num_blocks, BLOCK_SIZE, num_swap_blocks))
         self._answers: deque[tuple[Plan, StepResult]] = deque()
         self._start_worker()

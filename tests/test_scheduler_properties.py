@@ -174,7 +174,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule(next_pool=st.none() | st.tuples(st.integers(4, 30), st.sampled_from([0, 3, 20])))
     def lose_the_worker(self, next_pool):
-        self.core.requeue_running()
+        computed = {row.group for plan in self.in_flight for row in plan.rows}
+        _, conviction = self.core.requeue_running()
+        assert conviction is None or computed == {conviction.group}
         self.in_flight.clear()
         self.memory.clear()
         blocks = self.core.blocks

@@ -207,6 +207,66 @@ async def test_a_client_that_leaves_takes_its_waiting_steps_with_it(checkpoint, 
     assert ran == [0, 9]
 
 
+@contextlib.asynccontextmanager
+async def holding_a_step(checkpoint, monkeypatch, **options):
+    """A worker whose first step is on its way and does not end: stub, service, the stream, and what lets it go on."""
+    service = WorkerService(Observer(), **options)
+    await service.load(lambda: load_worker(settings(checkpoint)))
+    runner, loop = service._loaded.runner, asyncio.get_running_loop()
+    begun, released = asyncio.Event(), threading.Event()
+
+    def launch(request, launch=runner.launch):
+        loop.call_soon_threadsafe(begun.set)
+        assert released.wait(timeout=20)
+        return launch(request)
+
+    monkeypatch.setattr(runner, "launch", launch)
+    async with serving(service) as channel, asyncio.timeout(20):
+        stub = WorkerServiceStub(channel)
+        stream = stub.Execute()
+        await stream.write(prompt((await stub.GetInfo(GetInfoRequest())).epoch))
+        await begun.wait()
+        try:
+            yield stub, service, stream, released
+        finally:
+            released.set()
+
+
+async def test_a_worker_is_there_again_when_a_step_that_was_given_up_has_ended(checkpoint, monkeypatch):
+    async with holding_a_step(checkpoint, monkeypatch) as (stub, service, stream, released):
+        stream.cancel()
+        while not service._ending:
+            await asyncio.sleep(0)
+        info = asyncio.ensure_future(stub.GetInfo(GetInfoRequest()).code())
+        await stub.ExecuteModel(step(epoch=0)).code()  # comes behind it, and is answered
+        assert not info.done()
+        released.set()
+        assert await info is grpc.StatusCode.OK
+        assert not service.device_lost.is_set()
+
+
+async def test_a_step_that_was_given_up_and_does_not_end_is_a_device_that_hangs(checkpoint, monkeypatch, caplog):
+    async with holding_a_step(checkpoint, monkeypatch, hang_timeout_s=0.05) as (_, service, stream, _):
+        stream.cancel()
+        await service.device_lost.wait()
+        assert "a step hangs" in caplog.text
+
+
+async def test_a_worker_that_leaves_ends_streams_in_order_behind_the_step_that_runs(checkpoint, monkeypatch):
+    async with holding_a_step(checkpoint, monkeypatch) as (stub, service, stream, released):
+        idle = stub.Execute()
+        while len(service._calls) < 2:
+            await asyncio.sleep(0)
+        await stub.ExecuteModel(step(epoch=0)).code()  # meanwhile the other one has begun to read
+        service.leave()
+        assert await idle.read() is grpc.aio.EOF
+        assert await idle.code() is grpc.StatusCode.OK
+        released.set()
+        assert len(tokens(await stream.read())) == 1
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.OK
+
+
 class SlowDevice:
     """A runner's steps on a device that comes to the end of one when it is told to."""
 

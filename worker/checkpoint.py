@@ -60,7 +60,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"{directory} is no Hugging Face checkpoint: it holds no readable config.json") from error
     except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
+        remedy = "it is damaged or cut short, so fetch or save the model again"
+        raise ModelError(f"{path} is not JSON: {error}; {remedy}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} is not a JSON object")
     return config

@@ -23,6 +23,12 @@ class WorkerSettings(ServerTlsSettings):
     drain_grace_s: float = Field(
         5, ge=0, description="seconds that open calls may go on after SIGTERM, for a scheduler that drains as well"
     )
+    hang_timeout_s: float = Field(
+        60,
+        gt=0,
+        description="seconds that a step may go on after its scheduler gave it up or died, before this process ends "
+        "with status 1, for another one to take its place: its device hangs",
+    )
 
     model: str = Field(
         "",

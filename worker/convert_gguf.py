@@ -82,6 +82,9 @@ def convert(source: Path, target: Path) -> None:
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
         partial.chmod(0o755)  # mkdtemp's folders, and safetensors' files, are for their owner alone
         (partial / "model.safetensors").chmod(0o644)
+        for path in partial.iterdir():  # else the name may outlive a power cut, and the content not
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

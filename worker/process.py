@@ -23,7 +23,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
     """Serves until `stop` is set, the model turns out not to load, or the device fails; gives the exit status."""
     tracer = telemetry.start_tracer("worker", settings)
     observer = Observer(tracer)
-    service = WorkerService(observer)
+    service = WorkerService(observer, settings.hang_timeout_s)
     name = DESCRIPTOR.services_by_name["WorkerService"].full_name
     server = Server([Service(name, add_WorkerServiceServicer_to_server, service)])
     metrics = telemetry.serve_metrics(settings, observer.metrics(), observer.labels, server.calls)
@@ -47,10 +47,10 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
         lost = asyncio.ensure_future(service.device_lost.wait())
         await asyncio.wait((stopped, lost), return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
-            log.error("the device has failed, and can not be used again by this process")
+            log.error("the device has failed or hangs, and can not be used again by this process")
             return 1
     log.info("stopping")
-    await server.stop(settings.drain_grace_s)
+    await server.stop(settings.drain_grace_s, end_live=service.leave)
     await telemetry.close(metrics, tracer)
     return 0
 

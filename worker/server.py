@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +30,19 @@ from worker.step_in_flight import StepInFlight
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
-    """One call that steps arrive on. Once it is broken, by a failed step or a client that left, no step of it runs."""
+    """One call that steps arrive on.
+
+    Attributes:
+        broken: by a failed step or a client that left. No step of it runs any more.
+        following: of a stream, its next step.
+        leaving: whether it is to end behind the step that runs.
+    """
 
     broken: bool = False
+    following: "asyncio.Future[asyncio.Future[ExecuteModelResponse] | None] | None" = None
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +75,23 @@ class WorkerService(WorkerServiceServicer):
 
     Args:
         observer: is told of every step.
+        hang_timeout_s: seconds that a step may go on after its stream has ended.
 
     Attributes:
-        device_lost: set when the device has failed for good, which the process has to end for.
+        device_lost: set when the device has failed for good, or hangs, which the process has to end for.
     """
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, hang_timeout_s: float = 60.0) -> None:
         self._observer = observer
+        self._hang_timeout_s = hang_timeout_s
         self.device_lost = asyncio.Event()
         self._epoch = secrets.randbits(63)
         self._steps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
         self._results = ThreadPoolExecutor(max_workers=1, thread_name_prefix="result")
         self._loaded: LoadedWorker | None = None
+        self._calls: set[_Call] = set()
+        # Of streams that have.
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def load(self, load: Callable[[], LoadedWorker]) -> None:
         """Runs `load` on the thread of the steps, whose OpenMP team is then the one that they will use."""
@@ -85,10 +99,12 @@ class WorkerService(WorkerServiceServicer):
         self._loaded = await loop.run_in_executor(self._steps, load)
         self._observer.info = self._loaded.info
         # Beside the first steps, if there are any so soon.
-        self._results.submit(self._loaded.runner.populate_cache)
+        threading.Thread(target=self._loaded.runner.populate_cache, name="populate", daemon=True).start()
 
     async def GetInfo(self, request: GetInfoRequest, context: grpc.aio.ServicerContext) -> GetInfoResponse:
-        """What was loaded, under this life's epoch."""
+        """What was loaded, under this life's epoch; once nothing of a stream that has ended is computed any more."""
+        if self._ending:
+            await asyncio.wait(self._ending)
         info = GetInfoResponse(epoch=self._epoch)
         info.MergeFrom(self._require_loaded().info)
         return info
@@ -102,16 +118,42 @@ class WorkerService(WorkerServiceServicer):
     async def Execute(self, requests: AsyncIterator[ExecuteModelRequest], context: grpc.aio.ServicerContext) -> None:
         """Steps in order. While one runs the next is read and given to the thread; a third stays with gRPC."""
         call = _Call()
+        self._calls.add(call)
         requests = aiter(requests)
-        following = asyncio.ensure_future(self._next_step(requests, call))
+        call.following = asyncio.ensure_future(self._next_step(requests, call))
         try:
-            while (step := await following) is not None:
-                following = asyncio.ensure_future(self._next_step(requests, call))
+            while not call.leaving and (step := await call.following) is not None:
+                call.following = asyncio.ensure_future(self._next_step(requests, call))
                 await context.write(await step)
+        except asyncio.CancelledError:
+            if not (call.leaving and call.following.cancelled()):
+                raise
         finally:
             call.broken = True
-            following.cancel()
-            following.add_done_callback(_disregard)
+            call.following.cancel()
+            call.following.add_done_callback(_disregard)
+            self._calls.remove(call)
+            self._ending.add(ending := asyncio.create_task(self._expect_end()))
+            ending.add_done_callback(self._ending.discard)
+
+    def leave(self) -> None:
+        """Ends the streams in order: each behind the step that runs, or now. What they do not answer is not run."""
+        for call in self._calls:
+            call.leaving = True
+            # One that has come already waits in line behind the step that runs.
+            if call.following is not None and not call.following.done():
+                call.following.cancel()
+
+    async def _expect_end(self) -> None:
+        """A stream has ended: what is computed of it comes to an end soon, or hangs."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._hang_timeout_s):
+                for thread in (self._steps, self._results):
+                    await loop.run_in_executor(thread, _nothing)
+        except TimeoutError:
+            log.error("a step hangs", extra={"after_s": self._hang_timeout_s})
+            self.device_lost.set()
 
     async def _next_step(
         self, requests: AsyncIterator[ExecuteModelRequest], call: _Call
@@ -180,6 +222,10 @@ class WorkerService(WorkerServiceServicer):
         if self._loaded is None:
             raise unavailable("LOADING", "the worker is still loading its model")
         return self._loaded
+
+
+def _nothing() -> None:
+    """What a thread does when it has done all else."""
 
 
 def _settle(settle: Callable[[Any], None], answer: "asyncio.Future[ExecuteModelResponse]", outcome: Any) -> None:

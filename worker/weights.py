@@ -76,7 +76,8 @@ def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
                     del tensor  # or it would keep the mapping
                     name = next(names, None)
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} can not be read: {error}") from error
+        remedy = "it is damaged or cut short, so fetch or save the model again"
+        raise ModelError(f"{path} can not be read: {error}; {remedy}") from error
 
 
 def _fill(target: Tensor, source: Tensor, name: str) -> None:
