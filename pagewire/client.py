@@ -11,6 +11,7 @@ All options stand in `pagewire.request`, the results in `pagewire.results`, the 
 """
 
 import asyncio
+import json
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -40,7 +41,26 @@ from protos.rpc import PUBLIC_MESSAGE_BYTES
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 
+# Calls of one answer are made again where nothing of it can have come (gRFC A6); streams see to that themselves.
+_RETRIES = {
+    "methodConfig": [
+        {
+            "name": [
+                {"service": "pagewire.v1.GenerationService", "method": method}
+                for method in ("Complete", "Tokenize", "Detokenize", "GetModel")
+            ],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 3,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
 CHANNEL_OPTIONS = [
+    ("grpc.service_config", json.dumps(_RETRIES)),
     ("grpc.max_receive_message_length", PUBLIC_MESSAGE_BYTES),
     ("grpc.max_send_message_length", PUBLIC_MESSAGE_BYTES),
     # A server that vanished without a word is noticed while a stream waits for it.
@@ -185,7 +205,8 @@ class Client:
 
     `access` says how to get in where a server asks: `Client("host:443", Access(tls=True, token="..."))`.
 
-    Every method raises the errors of `pagewire.errors`.
+    Every method raises the errors of `pagewire.errors`. A server that goes away costs a pause, if it or another one at the
+    same target is there within seconds: streams are resumed, and calls of one answer are made again.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, access: Access = _OPEN) -> None:

@@ -107,6 +107,14 @@ def test_a_full_server_is_waited_for_by_who_has_begun_only():
             list(client.stream("Hi"))
 
 
+def test_a_call_of_one_answer_is_made_again_where_a_server_goes():
+    fake = FakeGeneration()
+    fake.script = breaking([], [], [last(first("a"))], refusal=unavailable("DRAINING", "this router shut down", 1))
+    with serving(fake) as target, Client(target) as client:
+        assert client.generate("Hi").text == "a"
+    assert len(fake.requests) == 3
+
+
 # The router
 
 
