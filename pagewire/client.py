@@ -205,8 +205,8 @@ class Client:
 
     `access` says how to get in where a server asks: `Client("host:443", Access(tls=True, token="..."))`.
 
-    Every method raises the errors of `pagewire.errors`. A server that goes away costs a pause, if it or another one at the
-    same target is there within seconds: streams are resumed, and calls of one answer are made again.
+    Every method raises the errors of `pagewire.errors`. A server that goes away costs a pause, if it or another one at
+    the same target is there within seconds: streams are resumed, and calls of one answer are made again.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, access: Access = _OPEN) -> None:
