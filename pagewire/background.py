@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 from pagewire import state
 from pagewire.cluster import LaunchError
@@ -42,7 +43,8 @@ def wait_until_serving(process: subprocess.Popen[bytes], options: LaunchOptions)
         while True:
             status = process.poll()
             if status is not None:
-                raise LaunchError(f"the cluster did not start (status {status})\n{log_tail(options)}")
+                assert options.log_file is not None
+                raise LaunchError(f"the cluster did not start (status {status})\n{log_tail(options.log_file)}")
             running = state.load(options.port)
             if running is not None and running.launcher_pid == process.pid and running.serving:
                 return
@@ -53,10 +55,9 @@ def wait_until_serving(process: subprocess.Popen[bytes], options: LaunchOptions)
         raise
 
 
-def log_tail(options: LaunchOptions, lines: int = 20) -> str:
-    """The last lines of the log, indented."""
-    assert options.log_file is not None
-    text = options.log_file.read_text(errors="replace").splitlines()[-lines:]
+def log_tail(log_file: Path, lines: int = 20) -> str:
+    """The last lines of a log, indented."""
+    text = log_file.read_text(errors="replace").splitlines()[-lines:]
     return "\n".join(f"  {line}" for line in text)
 
 

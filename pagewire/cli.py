@@ -1,4 +1,4 @@
-"""The command line: `pagewire up|down|status|health|model|generate|chat|tokenize|top|explain|replay|bench|demo|token`.
+"""The command line: `pagewire up|down|restart|status|health|model|generate|chat|tokenize|top|...`.
 
 Options and help stand here, what the commands do in the modules that they import when they run: `pagewire --help` and
 `pagewire health` start fast.
@@ -55,6 +55,14 @@ class LogFormat(StrEnum):
 
     text = "text"
     json = "json"
+
+
+class Service(StrEnum):
+    """A kind of process of a cluster."""
+
+    worker = "worker"
+    scheduler = "scheduler"
+    router = "router"
 
 
 class EarlyStopping(StrEnum):
@@ -192,6 +200,19 @@ def down(port: Port = 50051) -> None:
     with console.status("finishing live requests"):
         background.stop(running)
     console.print(f"stopped the cluster on port {port}")
+
+
+@app.command("restart")
+def restart_(
+    ctx: typer.Context,
+    services: Annotated[list[Service], typer.Argument(help="One after the other, in this order.")],
+    port: Port = 50051,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds for each process to end and to be followed.")] = 300.0,
+) -> None:
+    """Replace processes of the cluster on this machine, one by one: streams go on. Exit 1 if one does not come back."""
+    from pagewire.restart import restart
+
+    restart(port, [service.value for service in services], _console(), ctx.obj, timeout)
 
 
 @app.command()

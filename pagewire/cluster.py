@@ -3,6 +3,9 @@
 A service that has served, and then takes connections and answers none of a few health checks in a row, is killed and
 started again: it is suspended, or its event loop hangs. What its work is at, its own health says to others.
 
+A service that ends with status 0 was told to by somebody else (`pagewire restart`), since ours do so only after a
+signal: its successor is started at once, and no death is counted.
+
 Knows processes, their output and their health. Which services there are and what they are told is `pagewire.launch`'s.
 """
 
@@ -181,6 +184,9 @@ class Cluster:
             end = f"{service.name} {_describe(status)}"
             if not self._ready or status == USAGE_ERROR:
                 raise LaunchError(self._with_tail(service, end + ("" if self._ready else " before it was ready")))
+            if status == 0:
+                log.info(f"{service.name} has stopped; starting its successor")
+                continue
             delay_s = policy.delay_after_death(asyncio.get_running_loop().time())
             if delay_s is None:
                 often = f"{end}, death {policy.max_deaths} within {policy.window_s:g} s; giving up"

@@ -27,7 +27,8 @@ def run(model: str, console: Console) -> None:
     """
     path = models.resolve(model, console)
     with tempfile.TemporaryDirectory(prefix="pagewire-demo-") as folder:
-        options = LaunchOptions(path, port=free_port(), log_file=Path(folder) / "cluster.log")
+        log_file = Path(folder) / "cluster.log"
+        options = LaunchOptions(path, port=free_port(), log_file=log_file)
         started = time.monotonic()
         process = background.start(options, tie=True)
         try:
@@ -36,7 +37,7 @@ def run(model: str, console: Console) -> None:
             console.print(f"[bold]Worker, scheduler and router serve[/] after {time.monotonic() - started:.1f} s.\n")
             _talk(options.target, console)
         except RequestError as error:
-            raise LaunchError(f"{error}\n{background.log_tail(options)}") from error
+            raise LaunchError(f"{error}\n{background.log_tail(log_file)}") from error
         finally:
             process.terminate()
             with console.status("stopping"):

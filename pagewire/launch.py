@@ -71,6 +71,11 @@ class Setting:
         return f"--{self.option}={self.value}"
 
 
+# What services are told unless a setting says otherwise. Whoever asks them need not be waited for: at the end of the
+# cluster it ends before them, and where one of them is restarted by itself it goes on with the successor.
+_DEFAULTS = tuple(Setting(service, "drain-grace-s", "0") for service in ("worker", "scheduler"))
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
     """A cluster to launch.
@@ -111,8 +116,12 @@ class LaunchOptions:
 
     def value(self, service: str, option: str, default: str) -> str:
         """What a service is told of an option; `default` if nothing."""
-        values = [s.value for s in self.settings if (s.service, s.option) == (service, option)]
+        values = [setting.value for setting in self.settings_of(service) if setting.option == option]
         return values[-1] if values else default
+
+    def settings_of(self, service: str) -> list[Setting]:
+        """What a service is told beside what connects it; the last one of an option counts."""
+        return [setting for setting in (*_DEFAULTS, *self.settings) if setting.service == service]
 
     def arguments(self) -> list[str]:
         """The same as arguments of `pagewire up`."""
@@ -137,7 +146,7 @@ def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
     worker, scheduler = f"unix:{directory}/worker.sock", f"unix:{directory}/scheduler.sock"
 
     def process(name: str, address: str, *arguments: str, number: int | None = None) -> ServiceProcess:
-        told = [setting for setting in options.settings if setting.service == name]
+        told = options.settings_of(name)
         if number is not None:
             told = [setting.of_peer(number) for setting in told]
         return ServiceProcess(

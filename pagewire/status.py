@@ -35,6 +35,11 @@ def show(port: int, console: Console, access: Access) -> bool:
     return answer == health.SERVING
 
 
+def health_of(running: ClusterState, name: str, access: Access) -> str:
+    """What one service of a cluster says of its health, where one gets in at the routers by `access`."""
+    return health.check(running.addresses[name], access=access if name.startswith("router") else Access())
+
+
 def _processes(running: ClusterState, access: Access) -> Table:
     table = Table("process", "pid", "up", "memory", "health", box=None, pad_edge=False, header_style="bold")
     pids = {"launcher": running.launcher_pid} | running.service_pids
@@ -48,9 +53,7 @@ def _processes(running: ClusterState, access: Access) -> Table:
         memory = resident_bytes(pid) - (
             sum(map(resident_bytes, running.service_pids.values())) if name == "launcher" else 0
         )
-        answer = ""
-        if name in running.addresses:
-            answer = health.check(running.addresses[name], access=access if name.startswith("router") else Access())
+        answer = health_of(running, name, access) if name in running.addresses else ""
         table.add_row(name, str(pid), _duration(up_s), decimal(memory), answer)
     return table
 

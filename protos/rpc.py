@@ -238,22 +238,25 @@ class Server:
         self._stopping = True
         await self.set_serving(False)
 
-    async def stop(self, grace_s: float, end_live: Callable[[], None] | None = None) -> None:
+    async def stop(
+        self, grace_s: float, end_live: Callable[[], None] | None = None, end_within_s: float = _ABORT_TIMEOUT_S
+    ) -> None:
         """Sends clients elsewhere (GOAWAY), lets live calls finish for `grace_s` seconds, then ends them.
 
         Args:
             grace_s: less is taken where no call is live any more.
-            end_live: is to make the methods that run then end with an error that says more than gRPC's.
+            end_live: is to make the methods that run then end in another way than by gRPC's error.
+            end_within_s: seconds that they have for that.
         """
         await self.withdraw()
         # Takes no calls any more. Its own grace would wait for every open health watch too, and those end only when
         # we do.
-        closing = asyncio.ensure_future(self._server.stop(grace_s + _ABORT_TIMEOUT_S + _STOP_TIMEOUT_S))
+        closing = asyncio.ensure_future(self._server.stop(grace_s + end_within_s + _STOP_TIMEOUT_S))
         # What it took last comes to our methods now.
         await asyncio.sleep(min(grace_s, _SETTLE_S))
         if not await self._boundary.idle_within(grace_s) and end_live is not None:
             end_live()
-            await self._boundary.idle_within(_ABORT_TIMEOUT_S)
+            await self._boundary.idle_within(end_within_s)
         # A connection whose reader has stopped reading does not close, and gRPC would wait for it for ever.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_TIMEOUT_S):

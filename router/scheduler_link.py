@@ -122,7 +122,12 @@ class SchedulerLink:
 
         A scheduler that has just lost its worker keeps them: it knows which of them may be to blame.
         """
-        return not self.connected or self.draining or self.stalled or self._deserted or not self.accepted
+        return not self.connected or self.gone_in_order or self.stalled or self._deserted or not self.accepted
+
+    @property
+    def gone_in_order(self) -> bool:
+        """Whether it says that it goes away, or that its worker did: none of its requests is to blame."""
+        return self.draining or self.load.worker_left
 
     def submit(self, live: LiveRequest) -> None:
         """Sends a request to the scheduler.

@@ -281,7 +281,7 @@ class Schedulers:
     def _hand_over(self, live: LiveRequest, link: SchedulerLink) -> None:
         """Moves a request away from a scheduler that is gone, or about to go."""
         self._refusing.pop(live.handle, None)
-        if not link.draining and live.lose() >= MOST_LOST:
+        if not link.gone_in_order and live.lose() >= MOST_LOST:
             live.fail(lost(live, f"{MOST_LOST} schedulers in a row were lost while they had it"))
         else:
             self._move(live)

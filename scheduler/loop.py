@@ -43,6 +43,7 @@ class SchedulerLoop:
         info: what that worker loaded.
         ready: set once `core` and `info` are there.
         connected: whether there is a worker.
+        worker_left: whether there is none any more because it left in order.
         stall: why steps do not seem to come back from it; None while they do, or would.
         num_answered: steps that came back, of all workers.
     """
@@ -59,6 +60,7 @@ class SchedulerLoop:
         self.info: GetInfoResponse | None = None
         self.ready = asyncio.Event()
         self.connected = False
+        self.worker_left = False
         self.stall: str | None = None
         self.num_answered = 0
         self.last_step_ms = 0.0
@@ -139,8 +141,9 @@ class SchedulerLoop:
                     self._settled.clear()
                     await self._settled.wait()
 
-    def _set_connected(self, connected: bool) -> None:
+    def _set_connected(self, connected: bool, *, worker_left: bool = False) -> None:
         self.connected = connected
+        self.worker_left = worker_left
         self.stall = None
         self._tell_change()
 
@@ -258,7 +261,7 @@ class SchedulerLoop:
     def _lose(self, reason: str, *, in_order: bool = False) -> None:
         """The worker is gone, and what it computed with it."""
         assert self.core is not None
-        self._set_connected(False)
+        self._set_connected(False, worker_left=in_order)
         self._pacing = None
         groups, conviction = self.core.requeue_running(in_order=in_order)
         self._observer.lost(groups)

@@ -116,6 +116,7 @@ class SessionService:
                     num_running=core.num_running,
                     num_swapped=core.num_swapped,
                     kv_usage=1 - core.blocks.num_free / core.blocks.num_blocks,
+                    worker_left=self._loop.worker_left,
                 )
                 if load != self._load:
                     self._load = load

@@ -95,6 +95,7 @@ class FakeWorker:
         known: request ids whose sampling it holds.
         new_requests: all that it was told of, in order.
         explode: steps still to fail with an exception.
+        leave: streams still to end in order behind their first step.
     """
 
     script: Callable[[int, int], int] = scripted
@@ -108,6 +109,7 @@ class FakeWorker:
     known: dict[int, Sampling] = field(default_factory=dict)
     new_requests: list[worker_pb2.NewRequest] = field(default_factory=list)
     explode: int = 0
+    leave: int = 0
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -137,6 +139,9 @@ class FakeWorker:
                 self.explode -= 1
                 raise RuntimeError("the step explodes, as the test wants")
             await context.write(self._answer(request))
+            if self.leave:
+                self.leave -= 1
+                return
 
     async def ExecuteModel(self, request, context):
         return self._answer(request)

@@ -1,7 +1,9 @@
 """The local cluster, with small stand-ins for the services: start, restart, end in order, and every way to fail."""
 
 import asyncio
+import dataclasses
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,11 +14,14 @@ from pathlib import Path
 import pagewire_fakes
 import pytest
 from authority import Authority
+from rich.console import Console
 
 from pagewire import background, health, state
+from pagewire.access import Access
 from pagewire.cluster import Cluster, LaunchError, RestartPolicy, ServiceProcess, stages
 from pagewire.launch import LaunchOptions, Setting, check_free, free_port, services, shared_settings
 from pagewire.processes import environment, module_command, start_ticks, uptime_s, with_descendants
+from pagewire.restart import restart
 
 FAKES = pagewire_fakes.__file__
 NAMES = ("worker", "scheduler", "router")
@@ -90,11 +95,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("c")
 
 
-async def ended_pid(trial: Trial, name: str) -> int:
+async def ended_pid(trial: Trial, name: str, number: signal.Signals = signal.SIGKILL) -> int:
     """Kills a service; gives the pid of the process that takes its place."""
     old = trial.pids[name]
     trial.restarted.clear()
-    os.kill(old, signal.SIGKILL)
+    os.kill(old, number)
     await asyncio.wait_for(trial.restarted.wait(), WAIT_S)
     return trial.pids[name]
 
@@ -128,6 +133,19 @@ async def test_a_service_that_dies_too_often_ends_the_cluster(folder):
     with pytest.raises(LaunchError, match=r"worker was killed by SIGKILL, death 2 within 120 s; giving up"):
         await run
     assert trial.events()[-2:] == ["router stop", "scheduler stop"]
+
+
+async def test_a_service_that_was_told_to_stop_is_followed_at_once_and_has_not_died(folder):
+    trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=2 * WAIT_S, max_deaths=2))
+    run = asyncio.create_task(trial.run())
+    await asyncio.wait_for(trial.ready.wait(), WAIT_S)
+    for _ in range(2):
+        await ended_pid(trial, "router", signal.SIGTERM)
+        while trial.events().count("router start") < trial.events().count("router stop") + 1:
+            await asyncio.sleep(0.01)  # before which it is killed by the signal
+    trial.stop.set()
+    await run
+    assert trial.events().count("router stop") == 3
 
 
 async def killed_for_silence(trial: Trial, name: str, *signals: int) -> None:
@@ -210,12 +228,12 @@ def test_options_reach_the_services_that_they_are_for():
     extra = (Setting.parse("scheduler.chunked_prefill=false"), Setting.parse("worker.num-gpu-blocks=8"))
     worker, scheduler, router = services(LaunchOptions("/m", "0.0.0.0", 7000, (*shared, *extra)), "/d")
     assert " ".join(worker.command[2:]) == (
-        "-m worker --listen unix:/d/worker.sock --model /m "
+        "-m worker --listen unix:/d/worker.sock --model /m --drain-grace-s=0 "
         "--dtype=float32 --max-num-batched-tokens=64 --num-gpu-blocks=8"
     )
     assert " ".join(scheduler.command[2:]) == (
         "-m scheduler --listen unix:/d/scheduler.sock --worker unix:/d/worker.sock"
-        " --max-num-batched-tokens=64 --max-num-seqs=8 --record=r --no-chunked-prefill"
+        " --drain-grace-s=0 --max-num-batched-tokens=64 --max-num-seqs=8 --record=r --no-chunked-prefill"
     )
     assert " ".join(router.command[2:]) == (
         "-m router --listen 0.0.0.0:7000 --scheduler unix:/d/scheduler.sock --model /m"
@@ -250,7 +268,15 @@ def test_several_routers_have_a_port_each_where_they_can_not_share_one(option):
 
 def test_a_service_may_take_as_long_to_stop_as_it_was_told_to_drain():
     options = LaunchOptions("/m", settings=(Setting.parse("router.drain-grace-s=5"),))
-    assert [service.stop_within_s for service in services(options, "/d")] == [40, 40, 15]
+    assert [service.stop_within_s for service in services(options, "/d")] == [10, 10, 15]
+
+
+def test_services_behind_the_router_wait_for_nobody_when_they_stop_unless_they_are_told_to():
+    options = LaunchOptions("/m", settings=(Setting.parse("scheduler.drain-grace-s=5"),))
+    worker, scheduler, router = services(options, "/d")
+    assert (worker.command[-1], worker.stop_within_s) == ("--drain-grace-s=0", 10)
+    assert (scheduler.command[-1], scheduler.stop_within_s) == ("--drain-grace-s=5", 15)
+    assert router.stop_within_s == 40
 
 
 @pytest.mark.parametrize("text", ["worker.x", "worker=1", "engine.x=1", ".x=1", "worker.=1"])
@@ -354,6 +380,49 @@ def test_a_detached_cluster_that_cannot_start_shows_the_end_of_its_log(home, por
     assert state.load(port) is None
 
 
+def test_each_process_of_a_service_is_replaced_when_the_one_before_serves(home, port):
+    process, running = started(home, port, "--routers", "2", "--set", f"router.journal={home}/journal")
+    shown = pagewire("restart", "router", "worker", "--port", port)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    pids = state.load(port).service_pids
+    for name, line in zip(("router-1", "router-2", "worker"), shown.stdout.splitlines(), strict=True):
+        assert re.fullmatch(rf"{name} serves again, as pid {pids[name]}; it was away for \d+\.\d s", line)
+    assert {name for name, pid in pids.items() if pid == running.service_pids[name]} == {"scheduler"}
+    assert (home / "journal").read_text().splitlines()[2:] == ["router stop", "router start"] * 2
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert "worker has stopped; starting its successor" in output
+
+
+def test_a_restart_says_what_it_waited_for_in_vain(home):
+    def attempt() -> None:
+        restart(1, ["worker"], Console(), Access(), timeout_s=0.2)
+
+    with pytest.raises(LaunchError, match="nothing runs on port 1; `pagewire up` starts a cluster"):
+        attempt()
+    with subprocess.Popen(["sleep", "99"]) as process:
+        me, pids, addresses = os.getpid(), {"worker": process.pid}, {"worker": f"unix:{home}/nobody"}
+        alone = state.ClusterState(me, start_ticks(me), 1, "", "", str(home / "gone"), None, 1.0, addresses, pids, True)
+        state.save(alone)
+        with pytest.raises(
+            LaunchError, match=rf"--timeout is over, .* waited for worker \(pid {process.pid}\) to stop"
+        ):
+            attempt()
+        assert process.wait() == -signal.SIGTERM
+        state.save(dataclasses.replace(alone, serving=False))
+        with pytest.raises(LaunchError, match="the cluster does not serve yet"):
+            attempt()
+
+
+def test_a_restart_that_ends_the_cluster_says_why(home, port):
+    assert pagewire("up", "--model", home, "--port", port, "-d").returncode == 0
+    (home / "fakes" / "scheduler" / "__main__.py").write_text("import sys; print('half an update'); sys.exit(2)")
+    shown = pagewire("restart", "scheduler", "--port", port)
+    assert (shown.returncode, "the cluster has ended" in shown.stderr) == (1, True)
+    assert "scheduler ended with status 2\n" in shown.stderr
+    assert "half an update" in shown.stderr
+
+
 def started(home: Path, port: int, *arguments: str) -> tuple[subprocess.Popen, state.ClusterState]:
     """`pagewire up` in the foreground, once it serves."""
     command = module_command("pagewire", ["up", "--model", str(home), "--port", str(port), *arguments])
@@ -431,4 +500,4 @@ def test_a_process_is_known_by_its_start():
 def test_background_quotes_the_end_of_a_log(tmp_path):
     log = tmp_path / "log"
     log.write_text("\n".join(map(str, range(100))))
-    assert background.log_tail(LaunchOptions("/m", log_file=log), lines=2) == "  98\n  99"
+    assert background.log_tail(log, lines=2) == "  98\n  99"

@@ -3,26 +3,23 @@
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import grpc
 import pytest
 from authority import Authority
 from cluster import Cluster, cluster, free_port
 from deployment import Service
-from fakes import TEXT, VOCABULARY_SIZE, write_tokenizer
+from fakes import TEXT
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
+from launched import launched, wait_for
 
-from pagewire import health, state
+from pagewire import health
 from pagewire.access import Access
-from pagewire.processes import environment, module_command
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -133,37 +130,6 @@ def test_a_port_is_shared_only_if_both_say_so(site, first, second):
                 assert (other.returncode, f"cannot listen on 127.0.0.1:{port}" in errors) == (1, True), errors
     finally:
         site.routers.pop(port).stop()
-
-
-@contextlib.contextmanager
-def launched(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen, state.ClusterState]]:
-    """`pagewire up` with a worker that answers at once, once it serves."""
-    package = directory / "stand-ins" / "worker"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    without_model = "import sys; at = sys.argv.index('--model'); del sys.argv[at : at + 2]"
-    (package / "__main__.py").write_text(f"{without_model}; from bench.instant_worker import main; main()")
-    model, text, port = write_tokenizer(directory / "model"), directory / "text.json", free_port()
-    text.write_text(json.dumps(list(TEXT.encode())))
-    script = {"text": text, "vocabulary-size": VOCABULARY_SIZE, "step-ms": 5}
-    told = [word for option, value in script.items() for word in ("--set", f"worker.{option}={value}")]
-    command = module_command("pagewire", ["up", "--model", str(model), "--port", str(port), *told, *arguments])
-    env = environment()
-    env["PYTHONPATH"] = f"{package.parent}:{env.get('PYTHONPATH', '')}"
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            yield process, wait_for(lambda: (now := state.load(port)) and now.serving and now)
-        finally:
-            process.kill()  # which its services do not survive
-
-
-def wait_for(condition: Callable[[], object]) -> object:
-    """What the condition gives once that is true."""
-    end = time.monotonic() + 30
-    while not (result := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return result
 
 
 @pytest.mark.slow

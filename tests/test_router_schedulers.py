@@ -82,11 +82,13 @@ async def lose(plane: RouterAlone, scheduler: FakeScheduler, how: str) -> None:
             await plane.servers[plane.schedulers.index(scheduler)].stop(0)
         case "drains":
             await scheduler.drain()
+        case "its worker drains":
+            await scheduler.tell_load(worker_left=True)
         case "hangs":
             scheduler.is_silent = True
 
 
-@pytest.mark.parametrize("how", ["lost", "drains", "hangs"])
+@pytest.mark.parametrize("how", ["lost", "drains", "its worker drains", "hangs"])
 async def test_another_scheduler_goes_on_behind_the_tokens_that_the_client_has(how):
     async with router_alone(FakeScheduler(), FakeScheduler(), health_stall_s=0.5) as plane:
         await two(plane)

@@ -116,6 +116,22 @@ async def test_what_is_live_at_the_end_of_the_grace_is_told_why_by_its_method():
         assert (await call.code(), await call.details()) == (grpc.StatusCode.ABORTED, "it shut down")
 
 
+@pytest.mark.parametrize(("end_within_s", "code"), [(30, grpc.StatusCode.OK), (0.01, grpc.StatusCode.UNAVAILABLE)])
+async def test_what_is_told_to_end_has_a_time_for_that(end_within_s, code):
+    told = asyncio.Event()
+
+    async def wait(context: grpc.aio.ServicerContext) -> None:
+        await context.write(b"begun")
+        await told.wait()
+        await asyncio.sleep(0.2)
+
+    async with serving(wait) as (server, port), channel_to(port) as channel:
+        call = say(channel)
+        assert await call.read() == b"begun"
+        await server.stop(grace_s=0, end_live=told.set, end_within_s=end_within_s)
+        assert await call.code() is code
+
+
 async def test_a_server_that_withdraws_tells_its_watchers_and_takes_calls_as_before():
     async def answer(context: grpc.aio.ServicerContext) -> None:
         await context.write(b"answer")

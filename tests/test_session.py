@@ -256,6 +256,23 @@ async def test_an_older_stream_of_a_router_is_not_obeyed_any_more():
         newer.call.cancel()
 
 
+@pytest.mark.parametrize("end", ["leave", "explode"])
+async def test_routers_hear_whether_no_steps_run_because_the_worker_left_in_order(end):
+    worker = FakeWorker()
+    async with plane_and_router(worker) as (_, router):
+        await router.open()
+        assert (await router.next("load")).load.serving
+        setattr(worker, end, 1)
+        await router.submit(max_tokens=10)
+        while (load := (await router.next("load")).load).serving:
+            pass
+        assert load.worker_left == (end == "leave")
+        while not (load := (await router.next("load")).load).serving:
+            pass
+        assert not load.worker_left
+        router.call.cancel()
+
+
 async def test_submitting_twice_is_as_once_and_another_routers_id_is_refused():
     worker = FakeWorker()
     async with plane_and_router(worker) as (plane, router), dial(plane.scheduler_address) as channel:

@@ -16,6 +16,9 @@ from worker.loading import load_worker
 from worker.observer import Observer
 from worker.server import WorkerService
 
+# A step that runs when the worker leaves has this long to end: one that is cut off counts as lost, and its requests as
+# suspects. `pagewire up` kills 10 s after the grace.
+_LAST_STEP_S = 7.0
 log = logging.getLogger("worker")
 
 
@@ -50,7 +53,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
             log.error("the device has failed or hangs, and can not be used again by this process")
             return 1
     log.info("stopping")
-    await server.stop(settings.drain_grace_s, end_live=service.leave)
+    await server.stop(settings.drain_grace_s, end_live=service.leave, end_within_s=_LAST_STEP_S)
     await telemetry.close(metrics, tracer)
     return 0
 

@@ -1,0 +1,97 @@
+"""`pagewire restart`: processes of a local cluster are replaced, one by one, while it serves.
+
+This command stops a process, as anybody may; the launcher starts its successor at once, since it ended in order.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.status import Status
+
+from pagewire import health, state
+from pagewire.access import Access
+from pagewire.background import log_tail
+from pagewire.cluster import LaunchError
+from pagewire.state import ClusterState
+from pagewire.status import health_of
+
+_POLL_S = 0.05
+
+
+def restart(port: int, services: Sequence[str], console: Console, access: Access, timeout_s: float) -> None:
+    """Replaces all processes of these services, the next one when all serve with the successor of the one before.
+
+    Args:
+        port: of the cluster.
+        services: in this order.
+        console: shows what happens.
+        access: how one gets in at the routers.
+        timeout_s: seconds for each process, from its SIGTERM until all serve again.
+
+    Raises:
+        LaunchError: there is no cluster that serves, or not within the time, or not any more.
+    """
+    running = state.load(port)
+    if running is None or not running.serving:
+        which = "nothing runs" if running is None else "the cluster does not serve yet"
+        raise LaunchError(f"{which} on port {port}; `pagewire up` starts a cluster")
+    for name in [name for service in services for name in running.addresses if name.partition("-")[0] == service]:
+        with console.status("") as shown:
+            begin = time.monotonic()
+            pid = _replace(name, _Watch(running, begin + timeout_s, shown), access)
+            away_s = time.monotonic() - begin
+        console.print(f"{name} serves again, as pid {pid}; it was away for {away_s:.1f} s")
+
+
+class _Watch:
+    """Looks at a cluster again and again, for a bounded time, and shows what it waits for.
+
+    Args:
+        running: the cluster.
+        end: of the time, by time.monotonic().
+    """
+
+    def __init__(self, running: ClusterState, end: float, shown: Status) -> None:
+        self._running = running
+        self._end = end
+        self._shown = shown
+
+    def next(self, awaited: str) -> ClusterState:
+        """The cluster as it is a moment later.
+
+        Raises:
+            LaunchError: it is too late for what is awaited, or the cluster has ended.
+        """
+        self._shown.update(f"waiting for {awaited}")
+        time.sleep(_POLL_S)
+        now = state.load(self._running.port)
+        if now is None:
+            while self._running.alive and time.monotonic() < self._end:
+                time.sleep(_POLL_S)  # it says last why it ends
+            log_file = self._running.log_file
+            tail = f"; its log ends with\n{log_tail(Path(log_file))}" if log_file else ""
+            raise LaunchError(f"the cluster has ended while this waited for {awaited}{tail}")
+        if time.monotonic() >= self._end:
+            raise LaunchError(f"--timeout is over, and this still waited for {awaited}; the launcher goes on with it")
+        return now
+
+
+def _replace(name: str, watch: _Watch, access: Access) -> int:
+    """Stops a process, and gives the pid of its successor once all serve again."""
+    while (old := watch.next(f"{name} to run").service_pids.get(name)) is None:
+        pass  # it has died just now, and is about to be started again
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(old, signal.SIGTERM)
+    while (new := watch.next(f"{name} (pid {old}) to stop").service_pids.get(name)) in (None, old):
+        pass
+    assert new is not None
+    # Those behind it serve only with it, and none is to be stopped while another one is away.
+    for each in watch.next(f"{name} (pid {new}) to serve").addresses:
+        while health_of(watch.next(f"{each} to serve"), each, access) != health.SERVING:
+            pass
+    return new

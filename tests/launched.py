@@ -1,0 +1,46 @@
+"""`pagewire up` as a process, with the real router and scheduler, and a worker that answers at once."""
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from cluster import free_port
+from fakes import TEXT, VOCABULARY_SIZE, write_tokenizer
+
+from pagewire import state
+from pagewire.processes import environment, module_command
+
+
+@contextlib.contextmanager
+def launched(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen, state.ClusterState]]:
+    """`pagewire up` with a worker that answers at once, once it serves."""
+    package = directory / "stand-ins" / "worker"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    # It has no model, and nobody to wait for: --model DIRECTORY --drain-grace-s=0.
+    without = "import sys; at = sys.argv.index('--model'); del sys.argv[at : at + 3]"
+    (package / "__main__.py").write_text(f"{without}; from bench.instant_worker import main; main()")
+    model, text, port = write_tokenizer(directory / "model"), directory / "text.json", free_port()
+    text.write_text(json.dumps(list(TEXT.encode())))
+    script = {"text": text, "vocabulary-size": VOCABULARY_SIZE, "step-ms": 5}
+    told = [word for option, value in script.items() for word in ("--set", f"worker.{option}={value}")]
+    command = module_command("pagewire", ["up", "--model", str(model), "--port", str(port), *told, *arguments])
+    env = environment()
+    env["PYTHONPATH"] = f"{package.parent}:{env.get('PYTHONPATH', '')}"
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process, wait_for(lambda: (now := state.load(port)) and now.serving and now)
+        finally:
+            process.kill()  # which its services do not survive
+
+
+def wait_for(condition: Callable[[], object]) -> object:
+    """What the condition gives once that is true."""
+    end = time.monotonic() + 30
+    while not (result := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return result
