@@ -94,13 +94,17 @@ async def test_the_worker_is_told_of_the_trace_with_the_steps_of_the_prompt_alon
 
 
 async def test_each_preemption_is_a_span_with_its_reason():
-    async with traced_plane(FakeWorker(num_blocks=12), watermark=0) as (plane, received):
+    worker = FakeWorker(num_blocks=12)
+    async with traced_plane(worker, watermark=0) as (plane, received):
         first, second = request("a" * 16, max_tokens=20), request("b" * 16, max_tokens=20)
         first.request_id, second.request_id = "first", "second"
-        await asyncio.gather(
-            plane.generation.Complete(first),
-            _drain(plane, second),
-        )
+        worker.gate.clear()
+        older = asyncio.ensure_future(plane.generation.Complete(first))
+        await plane.until(lambda state: state.num_running + state.num_waiting == 1)
+        younger = asyncio.ensure_future(_drain(plane, second))
+        await plane.until(lambda state: state.num_running + state.num_waiting == 2)
+        worker.gate.set()
+        await asyncio.gather(older, younger)
         spans = await spans_below(received, GENERATE, "tokenize", "queue", "prefill", "decode", "preempted")
         (preempted,) = spans["preempted"]
         assert preempted.attributes["pagewire.preempted_by"] == "first"
