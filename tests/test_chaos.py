@@ -23,7 +23,16 @@ def model(tmp_path_factory):
 
 
 async def test_no_stream_is_other_than_it_would_be_where_processes_die_hang_and_stop(model, tmp_path_factory):
-    plan = Plan(model, num_schedulers=2, num_faults=9, seed=7, num_clients=6, max_tokens=60, spacing_s=0.5)
+    plan = Plan(
+        model,
+        num_schedulers=2,
+        num_faults=9,
+        seed=7,
+        num_clients=6,
+        max_tokens=60,
+        spacing_s=0.3,
+        suspensions_s=((0.1, 0.6),),
+    )
     folder = tmp_path_factory.mktemp("c")
     outcome = await disturb(plan, folder, folder / "log", Console())
     assert outcome.wrong == []

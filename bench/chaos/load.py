@@ -1,6 +1,7 @@
 """Clients that ask, read and compare all the time, and when each of their deltas came."""
 
 import asyncio
+import bisect
 import itertools
 import time
 from array import array
@@ -21,6 +22,8 @@ _ASK_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _ASK_AGAIN_S = 0.2
 # An answer takes seconds, and the longest fault half a minute.
 _LONGEST_S = 180.0
+# A stream that has been silent for longer pauses already.
+_SHORTLY_S = 1.0
 
 
 class _OwnConnection(Access):
@@ -49,11 +52,12 @@ class Reading:
         return self.ended is not None or (self.asked.streamed and bool(self.times) and self.times[-1] > at)
 
     def longest_gap_s(self, start: float, end: float) -> float | None:
-        """The longest time between two deltas, or one and the stream's end, that touches these times."""
-        if not self.asked.streamed or not self.times or self.ended is None:
+        """The longest time between two deltas that touches these times; None unless it moved shortly before them."""
+        before = bisect.bisect(self.times, start) - 1
+        if not self.asked.streamed or before < 0 or self.times[before] < start - _SHORTLY_S:
             return None
-        gaps = [late - early for early, late in itertools.pairwise(self.times) if late > start and early < end]
-        return max(gaps, default=None)
+        pairs = itertools.pairwise(self.times[before:])
+        return max((late - early for early, late in pairs if early < end), default=None)
 
 
 @dataclass

@@ -17,8 +17,8 @@ class Row:
     """Faults of one kind.
 
     Attributes:
-        num_streams: that were live at one of them and streamed.
-        pause_p50_s: of each such stream, the longest time between two deltas while the fault was the last one.
+        num_streams: that moved when one of them came.
+        pause_p50_s: of each such stream, the longest time between two deltas that began before the next fault.
     """
 
     service: str
@@ -58,10 +58,9 @@ def rows_of(faults: Sequence[Fault], load: Load) -> list[Row]:
         assert isinstance(fault, Fault)
         kind = fault.service, fault.signal.name
         counts[kind] += 1
-        end = max(float(next_at), fault.at + (fault.suspended_s or 0))
         for reading in load.readings:
             if reading.started < fault.at < (reading.ended or 0):
-                gap_s = reading.longest_gap_s(fault.at, end)
+                gap_s = reading.longest_gap_s(fault.at, float(next_at))
                 if gap_s is not None:
                     pauses[kind].append(gap_s)
     order = [(service, number.name) for service in SERVICES for number in SIGNALS]
@@ -76,7 +75,7 @@ def table(outcome: Outcome) -> Table:
     """For a terminal."""
     title = f"{outcome.num_schedulers} scheduler{'s' * (outcome.num_schedulers > 1)}, each with a worker; two routers"
     grid = Table(title=title, title_justify="left")
-    for name in ("service", "signal", "faults", "live streams", "pause p50, s", "p99"):
+    for name in ("service", "signal", "faults", "streams", "pause p50, s", "p99"):
         grid.add_column(name, justify="left" if name in ("service", "signal") else "right")
     for row in outcome.rows:
         figures = [f"{row.pause_p50_s:.2f}", f"{row.pause_p99_s:.2f}"]

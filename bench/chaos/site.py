@@ -62,12 +62,13 @@ class Site:
 
     async def count_computed(self) -> None:
         """Adds up for ever what the schedulers' counters gain; a restarted one begins at 0."""
-        last = dict.fromkeys(self.metrics_ports, 0.0)
+        last: dict[int, float] = {}
         while True:
             for port in self.metrics_ports:
                 now = await asyncio.to_thread(_computed_tokens, port)
                 if now is not None:
-                    self.num_computed_tokens += now - last[port] if now >= last[port] else now
+                    before = last.get(port, now)
+                    self.num_computed_tokens += now - before if now >= before else now
                     last[port] = now
             await asyncio.sleep(_READ_S)
 
