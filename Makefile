@@ -6,7 +6,7 @@ GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 PROTOS := $(shell find protos -name '*.proto')
 KERNELS := $(wildcard kernels/csrc/*) kernels/build.py
 
-.PHONY: demo test up protos docs lint format compose-test soak soak-cancel fuzz test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
+.PHONY: demo test up protos docs lint format compose-test soak soak-cancel chaos fuzz test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
 
 # The main job on a bare machine: the real model through the real three processes, once.
 demo: .venv/installed
@@ -28,6 +28,12 @@ soak: .venv/installed
 # 100,000 cancels at every stage, through real processes: memory stays flat. Ten minutes.
 soak-cancel: .venv/installed
 	SOAK_CANCELS=$${SOAK_CANCELS:-100000} $(BIN)/pytest -s tests/test_soak_cancel.py
+
+# Workers, schedulers and routers die, hang and are stopped at random under load, 120 times: no stream is other than
+# it would be. Twelve minutes, with a table; FAULTS=400 SEED=2 for another night.
+chaos: .venv/installed
+	$(BIN)/pagewire model >/dev/null
+	$(BIN)/python -m bench.chaos --faults $${FAULTS:-120} --seed $${SEED:-1} $(ARGUMENTS)
 
 # Any message and any bytes at the public API, hundred times as many as in the tests.
 fuzz: .venv/installed

@@ -23,18 +23,6 @@ def unpack(column: bytes) -> "array[int]":
     return values
 
 
-def pack_doubles(values: Iterable[float]) -> bytes:
-    """The float64 column of `values`."""
-    return array("d", values).tobytes()
-
-
-def unpack_doubles(column: bytes) -> "array[float]":
-    """The floats of a float64 column."""
-    values = array("d")
-    values.frombytes(column)
-    return values
-
-
 def pack_floats(values: Iterable[float]) -> bytes:
     """The float32 column of `values`."""
     return array("f", values).tobytes()

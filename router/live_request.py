@@ -44,7 +44,7 @@ class OutputStream:
         num_received: tokens that came from the scheduler.
         num_tokens: those of them that count: none after a stop string's last.
         ended: the scheduler has reported its end.
-        cumulative_logprob: of all its tokens.
+        cumulative_logprob: of those that count.
         finish_reason: why it ended, when it has.
     """
 
@@ -104,18 +104,24 @@ class OutputStream:
         token_ids: Sequence[int],
         end: session_pb2.Finished | None,
         logprobs: Logprobs | None = None,
-        cumulative_logprob: float = 0.0,
+        own_logprobs: Sequence[float] = (),
     ) -> None:
-        """Takes tokens in order, with log-probabilities if the client wants them; with `end` they are the last ones."""
+        """Takes tokens in order; with `end` they are the last ones.
+
+        Args:
+            token_ids: the tokens.
+            end: how the sequence has ended.
+            logprobs: what the client wants to know of each.
+            own_logprobs: the log-probability of each, for their sum; none of a beam's, whose sum comes with its end.
+        """
         self.num_received += len(token_ids)
         self._token_ids.extend(token_ids)
-        if not self.stopped:
-            self.cumulative_logprob = cumulative_logprob
         hidden = end is not None and end.HasField("stop_token_id") and not self._request.include_stop_string
         for place, token_id in enumerate(token_ids):
             if self.stopped:
                 break
             self.num_tokens += 1
+            self.cumulative_logprob += own_logprobs[place] if own_logprobs else 0.0
             if self._request.with_token_ids:
                 self._delta.token_ids.append(token_id)
                 self._has_delta = True
@@ -158,10 +164,10 @@ class OutputStream:
 
     def _end(self, end: session_pb2.Finished) -> None:
         self.ended = True
-        # Of a sequence that ended by itself before StopSequence reached the scheduler it holds the overrun's too.
-        self.cumulative_logprob = end.cumulative_logprob
+        if not self.stopped:  # else it may have ended by itself, before the scheduler was told, and hold the overrun's
+            self.cumulative_logprob = end.cumulative_logprob
         self._has_delta = True
-        self._delta.cumulative_logprob = end.cumulative_logprob
+        self._delta.cumulative_logprob = self.cumulative_logprob
         self.finish_reason = pb.FINISH_REASON_STOP if self.stopped else _FINISH_REASON[end.status]
         self._delta.finish_reason = self.finish_reason
         if self._match is not None:
@@ -264,7 +270,7 @@ class LiveRequest:
         token_ids: Sequence[int],
         end: session_pb2.Finished | None,
         logprobs: Logprobs | None = None,
-        cumulative_logprob: float = 0.0,
+        own_logprobs: Sequence[float] = (),
     ) -> None:
         """Takes tokens of a sequence, the first of them its `first_index`-th; those already here are passed over."""
         stream = self.streams[sequence_index]
@@ -280,7 +286,7 @@ class LiveRequest:
         if logprobs is not None:
             logprobs = logprobs.part(num_known)
         if end is not None or num_known < len(token_ids):
-            stream.push(token_ids[num_known:], end, logprobs, cumulative_logprob)
+            stream.push(token_ids[num_known:], end, logprobs, own_logprobs[num_known:])
         if stream.stopped and not was_stopped and not stream.ended:
             self._on_stop(stream)
         if end is not None:

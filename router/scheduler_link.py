@@ -4,13 +4,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from protos import rpc
 from protos import session_pb2 as pb
-from protos.columns import pack, unpack, unpack_doubles
+from protos.columns import pack, unpack, unpack_floats
 from protos.errors import Refusal, code_from_number, unavailable
 from protos.logprobs import LogprobReader, Logprobs
 from protos.session_pb2_grpc import SessionServiceStub
@@ -323,13 +323,14 @@ class SchedulerLink:
             self._on_prompt_logprobs(outputs)
         position = 0
         columns = (outputs.handles, outputs.sequence_indexes, outputs.first_indexes, outputs.counts)
-        rows = zip(*map(unpack, columns), unpack_doubles(outputs.cumulative_logprobs), strict=True)
-        for place, (handle, index, first_index, count, total) in enumerate(rows):
-            live = self._live.get(handle)
+        token_logprobs = unpack_floats(outputs.token_logprobs).tolist()
+        rows = zip(*map(unpack, columns), strict=True)
+        for place, (handle, index, first_index, count) in enumerate(rows):
+            live, behind = self._live.get(handle), position + count
             if live is not None:
-                tokens = token_ids[position : position + count]
-                _push(live, index, first_index, tokens, ends.pop((handle, index), None), logprobs.get(place), total)
-            position += count
+                tokens, values = token_ids[position:behind], token_logprobs[position:behind]
+                _push(live, index, first_index, tokens, ends.pop((handle, index), None), logprobs.get(place), values)
+            position = behind
         for (handle, index), end in ends.items():
             live = self._live.get(handle)
             if live is not None:
@@ -429,11 +430,11 @@ def _push(
     token_ids: list[int],
     end: pb.Finished | None,
     logprobs: Logprobs | None = None,
-    cumulative_logprob: float = 0.0,
+    own_logprobs: Sequence[float] = (),
 ) -> None:
     """Hands tokens to their request; a bug in one request's text ends that request alone."""
     try:
-        live.push(index, first_index, token_ids, end, logprobs, cumulative_logprob)
+        live.push(index, first_index, token_ids, end, logprobs, own_logprobs)
     except Exception:
         log.exception("bug", extra={"request_id": live.request.request_id})
         live.fail(

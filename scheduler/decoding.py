@@ -1,6 +1,7 @@
 """What a step's tokens do to their groups: append, fork, finish. Every decoding method is made of these three."""
 
 import math
+from array import array
 from collections.abc import Sequence as Seq
 
 from protos.logprobs import LogprobReader
@@ -160,6 +161,7 @@ def _ended(group: SequenceGroup, index: int, hypothesis: Hypothesis | None, stat
     sequence = Sequence(index, group.num_prompt_tokens)
     if hypothesis is not None:
         sequence.output_token_ids = hypothesis.token_ids
+        sequence.output_logprobs = array("f", bytes(4 * len(hypothesis.token_ids)))  # only their sum is kept
         sequence.num_tokens += len(hypothesis.token_ids)
         sequence.cumulative_logprob = hypothesis.cumulative_logprob
         sequence.stop_token_id = hypothesis.stop_token_id

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from protos import session_pb2 as pb
-from protos.columns import pack, pack_doubles
+from protos.columns import pack
 from protos.logprobs import Logprobs, to_columns
 from protos.trace_context import TraceContext
 from scheduler.plan import Finished, NewTokens
@@ -34,10 +34,8 @@ class Outbox:
     def __init__(self) -> None:
         self._messages: deque[pb.SessionResponse] = deque()
         self._load: pb.Load | None = None
-        # (handle, sequence index) -> index of the first token, tokens
-        self._rows: dict[tuple[int, int], tuple[int, array[int]]] = {}
-        # The same keys, in the same order -> sum of the log-probabilities of all its tokens.
-        self._sums: dict[tuple[int, int], float] = {}
+        # (handle, sequence index) -> index of the first token, tokens, the log-probability of each
+        self._rows: dict[tuple[int, int], tuple[int, array[int], array[float]]] = {}
         # The same keys -> log-probabilities of the tokens, of requests that asked.
         self._logprobs: dict[tuple[int, int], Logprobs] = {}
         # handle -> log-probabilities of the prompt's tokens
@@ -64,13 +62,13 @@ class Outbox:
     def put_tokens(self, handle: int, sequence: Sequence, first_index: int) -> None:
         """Queues a sequence's output from `first_index` on, behind what still waits of it."""
         key = (handle, sequence.index)
-        token_ids = sequence.output_token_ids[first_index:]
+        token_ids, token_logprobs = sequence.output_token_ids[first_index:], sequence.output_logprobs[first_index:]
         row = self._rows.get(key)
         if row is None:
-            self._rows[key] = (first_index, token_ids)
+            self._rows[key] = (first_index, token_ids, token_logprobs)
         else:
             row[1].extend(token_ids)
-        self._sums[key] = sequence.cumulative_logprob
+            row[2].extend(token_logprobs)
         if sequence.logprobs is not None:
             logprobs = sequence.logprobs.part(first_index)
             if row is None:
@@ -106,16 +104,15 @@ class Outbox:
 
     def _take_outputs(self) -> pb.SessionResponse:
         rows, self._rows = self._rows, {}
-        sums, self._sums = self._sums, {}
         finished, self._finished = self._finished, []
         outputs = pb.StepOutputs(
             handles=pack(handle for handle, _ in rows),
             sequence_indexes=pack(index for _, index in rows),
-            first_indexes=pack(first for first, _ in rows.values()),
-            counts=pack(len(token_ids) for _, token_ids in rows.values()),
-            token_ids=b"".join(token_ids.tobytes() for _, token_ids in rows.values()),
+            first_indexes=pack(first for first, _, _ in rows.values()),
+            counts=pack(len(token_ids) for _, token_ids, _ in rows.values()),
+            token_ids=b"".join([token_ids.tobytes() for _, token_ids, _ in rows.values()]),
             finished=finished,
-            cumulative_logprobs=pack_doubles(sums.values()),
+            token_logprobs=b"".join([token_logprobs.tobytes() for _, _, token_logprobs in rows.values()]),
         )
         if self._logprobs:
             logprobs, self._logprobs = self._logprobs, {}

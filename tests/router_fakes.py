@@ -12,7 +12,7 @@ from fakes import CONTEXT_LENGTH, VOCABULARY_SIZE, running, write_tokenizer
 
 import router.__main__ as router_main
 from protos import session_pb2
-from protos.columns import pack, pack_doubles, unpack
+from protos.columns import pack, pack_floats, unpack
 from protos.errors import Refusal
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
@@ -125,7 +125,7 @@ class FakeScheduler(SessionServiceServicer):
             counts=pack(map(len, tokens.values())),
             token_ids=pack(list(b"".join(tokens.values()))),
             finished=ends,
-            cumulative_logprobs=pack_doubles([-1.0] * len(tokens)),
+            token_logprobs=pack_floats([-0.25] * len(b"".join(tokens.values()))),
         )
         await self._context.write(session_pb2.SessionResponse(step_outputs=outputs))
 

@@ -114,9 +114,9 @@ async def test_the_token_that_completes_a_stop_string_is_the_last_that_counts(ma
     assert (live.num_tokens, live.streams[0].num_received) == (9, 19)
 
 
-async def test_text_before_a_stop_string_is_told_at_once_and_its_end_when_the_scheduler_has_said_the_sum(make):
+async def test_text_before_a_stop_string_is_told_at_once_and_its_end_when_the_scheduler_has_ended_it(make):
     live = make(stop_strings=["ick"])
-    live.push(0, 0, list(b"The quick brown"), None)
+    live.push(0, 0, list(b"The quick brown"), None, None, [-0.5] * 15)
     response, last = await live.take()
     assert not last
     (output,) = response.outputs
@@ -130,9 +130,23 @@ async def test_text_before_a_stop_string_is_told_at_once_and_its_end_when_the_sc
     assert output.cumulative_logprob == -4.5
 
 
+async def test_the_sum_leaves_out_what_came_behind_a_stop_string_where_the_sequence_ended_by_itself(make):
+    live = make(stop_strings=["ick"])
+    live.push(0, 0, list(b"The quick brown"), end(-7.5), None, [-0.5] * 15)
+    (output,) = (await live.take())[0].outputs
+    assert (output.stop_match.string, output.cumulative_logprob) == ("ick", -4.5)
+
+
+async def test_a_continuation_knows_the_sum_up_to_a_stop_string(make):
+    live = make(stop_strings=["ick"])
+    live.push(0, 0, list(b"The quick brown"), None, None, [-0.5] * 15)
+    (progress,) = live.continuation().progress
+    assert (len(progress.token_ids) // 4, progress.cumulative_logprob) == (9, -4.5)
+
+
 async def test_a_stop_string_in_the_last_token_of_all_needs_no_word_to_the_scheduler(make, stopped):
     live = make(stop_strings=["ick"])
-    live.push(0, 0, list(b"The quick"), end(-4.5))
+    live.push(0, 0, list(b"The quick"), end(-4.5), None, [-0.5] * 9)
     (output,) = (await live.take())[0].outputs
     assert (output.text, output.stop_match.string, output.cumulative_logprob) == ("The qu", "ick", -4.5)
     assert stopped == []
@@ -194,7 +208,7 @@ async def test_the_usage_of_best_of_counts_what_was_sampled_not_what_is_answered
 async def test_a_sequence_that_a_stop_string_ended_is_compared_by_its_sum_up_to_there(make, stopped):
     live = make(best_of=2, stop_strings=["!"])
     live.push(0, 0, list(b"ab"), end(-2))
-    live.push(1, 0, list(b"c!xyz"), None)
+    live.push(1, 0, list(b"c!xyz"), None, None, [-0.5] * 5)
     assert [(stream.index, stream.num_tokens) for stream in stopped] == [(1, 2)]
     live.push(1, 5, [], end(-1, session_pb2.FINISH_STATUS_STOPPED))
     response, _ = await live.take()

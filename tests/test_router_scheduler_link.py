@@ -50,7 +50,7 @@ async def test_hypotheses_are_answered_in_one_message_as_the_scheduler_ranked_th
         assert (message.usage.completion_tokens, message.timings.ttft_ms > 0) == (4, True)
 
 
-async def test_the_scheduler_hears_how_many_tokens_a_stop_string_leaves_and_says_their_sum():
+async def test_the_scheduler_hears_how_many_tokens_a_stop_string_leaves_and_their_sum_is_told():
     async with router_alone() as plane:
         stream = plane.generation.Generate(wanted(strings=["lo"]))
         await plane.scheduler.submitted()
@@ -64,7 +64,7 @@ async def test_the_scheduler_hears_how_many_tokens_a_stop_string_leaves_and_says
         await plane.scheduler.tell({}, finished(0, -2.5, status=session_pb2.FINISH_STATUS_STOPPED))
         last = await stream.read()
         assert (last.outputs[0].text, last.outputs[0].finish_reason) == ("", pb.FINISH_REASON_STOP)
-        assert (last.outputs[0].stop_match.string, last.outputs[0].cumulative_logprob) == ("lo", -2.5)
+        assert (last.outputs[0].stop_match.string, last.outputs[0].cumulative_logprob) == ("lo", 5 * -0.25)
         assert last.usage.completion_tokens == 5
 
 

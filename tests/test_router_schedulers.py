@@ -101,7 +101,7 @@ async def test_another_scheduler_goes_on_behind_the_tokens_that_the_client_has(h
         assert (again.sampling.seed, again.max_tokens) == (submit.sampling.seed, submit.max_tokens)
         (progress,) = again.continuation.progress
         assert bytes(unpack(progress.token_ids).tolist()) == b"some"
-        assert (progress.cumulative_logprob, progress.ended) == (-1.0, False)
+        assert (progress.cumulative_logprob, progress.ended) == (-1.0, False), "four tokens of -0.25"
         await other.tell({0: b"one"}, finished(handle=again.handle), first=4, handle=again.handle)
         last = await call.read()
         assert (last.outputs[0].text, last.usage.completion_tokens) == ("one", 7)

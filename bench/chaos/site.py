@@ -1,0 +1,181 @@
+"""The cluster that is disturbed: real services under the launcher's own supervision, restarted without a growing delay.
+
+With several schedulers each has a worker of its own, and the routers have them all.
+"""
+
+import asyncio
+import contextlib
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pagewire.cluster import Cluster, RestartPolicy, ServiceProcess
+from pagewire.launch import LaunchOptions, Setting, free_port, services
+from protos.pagewire.v1 import introspection_pb2
+from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
+from protos.rpc import dial
+
+NUM_ROUTERS = 2
+_READ_S = 0.25
+_COMPUTED = "pagewire_iteration_tokens_sum"
+SETTINGS = (
+    "worker.dtype=float32",
+    # So that some faults outlast the grace of a SIGTERM before.
+    "worker.drain-grace-s=1",
+    "scheduler.drain-grace-s=2",
+    "router.drain-grace-s=2",
+)
+
+
+def steady_policy() -> RestartPolicy:
+    """The first delay of `pagewire up`, whatever the number of deaths: here they are no sign of a crash loop."""
+    policy = RestartPolicy()
+    return replace(policy, max_delay_s=policy.first_delay_s, max_deaths=1 << 30)
+
+
+@dataclass
+class Site:
+    """A cluster that runs.
+
+    Attributes:
+        target: the port that all routers share.
+        pids: of the processes that live, by service name.
+        num_schedulers: and as many workers.
+        run: ends with an error when supervision has given up.
+        num_computed_tokens: by all schedulers' lives, prompts and outputs, as their metrics said a moment ago.
+    """
+
+    target: str
+    num_schedulers: int
+    metrics_ports: Sequence[int]
+    run: "asyncio.Task[None]"
+    pids: dict[str, int] = field(default_factory=dict)
+    num_computed_tokens: float = 0
+
+    def raise_if_over(self) -> None:
+        """Raises what ended the cluster."""
+        if self.run.done():
+            self.run.result()
+            raise RuntimeError("the cluster ended")
+
+    async def count_computed(self) -> None:
+        """Adds up for ever what the schedulers' counters gain; a restarted one begins at 0."""
+        last: dict[int, float] = {}
+        while True:
+            for port in self.metrics_ports:
+                now = await asyncio.to_thread(_computed_tokens, port)
+                if now is not None:
+                    before = last.get(port, now)
+                    self.num_computed_tokens += now - before if now >= before else now
+                    last[port] = now
+            await asyncio.sleep(_READ_S)
+
+    async def idle(self, within_s: float) -> None:
+        """Returns when nothing is live at any scheduler and every block is free.
+
+        Raises:
+            AssertionError: that is not so in time; the text has the states.
+        """
+        states: Sequence[introspection_pb2.SchedulerState] = ()
+        end = time.monotonic() + within_s
+        async with dial(self.target) as channel:
+            stub = IntrospectionServiceStub(channel)
+            while time.monotonic() < end:
+                response = await stub.GetState(
+                    introspection_pb2.GetStateRequest(), wait_for_ready=True, timeout=within_s
+                )
+                told = [row.state for row in response.schedulers if row.HasField("state")]
+                states = told if response.schedulers else [response.state]
+                if len(states) == self.num_schedulers and all(map(_is_empty, states)):
+                    return
+                await asyncio.sleep(0.1)
+        raise AssertionError(
+            f"something is live, or a block is not free, {within_s:g} s after the last answer:\n{states}"
+        )
+
+
+@contextlib.asynccontextmanager
+async def supervised(
+    model: Path, folder: Path, log_file: Path, num_schedulers: int, settings: Sequence[str]
+) -> AsyncIterator[Site]:
+    """A cluster that serves, with its sockets in `folder`."""
+    told = tuple(Setting.parse(text) for text in (*SETTINGS, *settings))
+    options = LaunchOptions(str(model), port=free_port(), routers=NUM_ROUTERS, settings=told)
+    ports = [free_port() for _ in range(num_schedulers)]
+    stop, ready, pids = asyncio.Event(), asyncio.Event(), dict[str, int]()
+
+    def note(now: dict[str, int]) -> None:
+        pids.clear()
+        pids.update(now)
+
+    with log_file.open("a", buffering=1) as log:
+        cluster = Cluster(
+            _chains(services(options, str(folder)), ports),
+            on_line=lambda name, line: print(f"{name}: {line}", file=log),
+            on_pids=note,
+            new_policy=steady_policy,
+        )
+        run = asyncio.create_task(cluster.run(stop, ready.set))
+        up = asyncio.create_task(ready.wait())
+        try:
+            await asyncio.wait((run, up), return_when=asyncio.FIRST_COMPLETED)
+            site = Site(options.target, num_schedulers, ports, run, pids)
+            if not ready.is_set():
+                site.raise_if_over()
+            yield site
+        finally:
+            up.cancel()
+            stop.set()
+            await run
+
+
+async def cold_start_s(model: Path, folder: Path, settings: Sequence[str]) -> float:
+    """Seconds from the start of a worker, with nothing else running, until it serves."""
+    told = tuple(Setting.parse(text) for text in (*SETTINGS, *settings))
+    worker = services(LaunchOptions(str(model), settings=told), str(folder))[0]
+    stop, start = asyncio.Event(), time.monotonic()
+    taken: list[float] = []
+
+    def ready() -> None:
+        taken.append(time.monotonic() - start)
+        stop.set()
+
+    await Cluster([worker], on_line=lambda name, line: None).run(stop, ready)
+    return taken[0]
+
+
+def _chains(single: Sequence[ServiceProcess], metrics_ports: Sequence[int]) -> list[ServiceProcess]:
+    """A worker and a scheduler for each port, the routers before them all."""
+    worker, scheduler, *routers = single
+    workers, schedulers = [], []
+    for number, port in enumerate(metrics_ports, 1):
+        own = {each.address: f"{each.address}-{number}" for each in (worker, scheduler)}
+        workers.append(_readdressed(worker, own, number))
+        metrics = f"--metrics-listen=127.0.0.1:{port}"
+        numbered = _readdressed(scheduler, own, number)
+        schedulers.append(replace(numbered, command=(*numbered.command, metrics)))
+    everyone = {scheduler.address: ",".join(each.address for each in schedulers)}
+    return [*workers, *schedulers, *(_readdressed(router, everyone) for router in routers)]
+
+
+def _readdressed(service: ServiceProcess, addresses: Mapping[str, str], number: int | None = None) -> ServiceProcess:
+    command = tuple(addresses.get(word, word) for word in service.command)
+    name = service.name if number is None else f"{service.name}-{number}"
+    return replace(service, name=name, command=command, address=addresses.get(service.address, service.address))
+
+
+def _computed_tokens(port: int) -> float | None:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1.0) as response:
+            lines = response.read().decode().splitlines()
+    except OSError:
+        return None
+    return next((float(line.split()[-1]) for line in lines if line.startswith(_COMPUTED)), None)
+
+
+def _is_empty(state: introspection_pb2.SchedulerState) -> bool:
+    pool = state.block_pool
+    live = state.num_waiting + state.num_running + state.num_swapped
+    return not live and not pool.num_held and pool.num_swap_free == pool.num_swap_total

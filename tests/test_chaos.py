@@ -1,0 +1,41 @@
+"""A few faults of each kind under load, on a random model: the short form of `make chaos`."""
+
+from collections import Counter
+
+import pytest
+from fakes import VOCABULARY_SIZE, write_tokenizer
+from models_fakes import save, tiny_model
+from rich.console import Console
+
+from bench.chaos.__main__ import Plan, disturb
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Text comes as bytes, of which many make no character."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY_SIZE, max_position_embeddings=2048, num_key_value_heads=2, **sizes)
+    return write_tokenizer(save(tiny_model(config), tmp_path_factory.mktemp("model")))
+
+
+async def test_no_stream_is_other_than_it_would_be_where_processes_die_hang_and_stop(model, tmp_path_factory):
+    plan = Plan(
+        model,
+        num_schedulers=2,
+        num_faults=9,
+        seed=7,
+        num_clients=6,
+        max_tokens=60,
+        spacing_s=0.3,
+        suspensions_s=((0.1, 0.6),),
+    )
+    folder = tmp_path_factory.mktemp("c")
+    outcome = await disturb(plan, folder, folder / "log", Console())
+    assert outcome.wrong == []
+    faults = Counter({(row.service, row.signal): row.num_faults for row in outcome.rows})
+    assert (len(faults), faults.total()) == (9, 9), "each service by each signal"
+    assert outcome.num_answers > 0
