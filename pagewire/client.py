@@ -121,8 +121,13 @@ class Stream:
         delay_s = None if self._closed.is_set() else self._resumption.delay_after(error)
         if delay_s is None:
             raise error from None
-        if not self._closed.wait(delay_s):
+        self._closed.wait(delay_s)
+        try:
             self._call = self._start(self._resumption.request(), timeout=self._resumption.timeout)
+        except ValueError:  # the channel was closed
+            raise error from None
+        if self._closed.is_set():
+            self._call.cancel()
 
     def __enter__(self) -> Self:
         return self

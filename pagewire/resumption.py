@@ -19,6 +19,8 @@ _LONGEST_DELAY_S = 5.0
 # What a server says, or gRPC for it, when it goes and another one may do: ABORTED once a client has tokens, CANCELLED
 # for a call that crosses with its end.
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
+# Another call has resumed the stream, at the same router or at another one: to take it back would go on for ever.
+_TAKEN_OVER = ("TAKEN_OVER", "ABORTED")
 # A server that has no room now, or does not know yet that the broken call is dead. They matter only to who has begun.
 _NOT_YET = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
 
@@ -39,7 +41,11 @@ class Resumption:
         self._request = request
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._num_attempts = 0
+        # Whether anything has come, and whether the first message told the seed, without which nothing can be resumed.
         self._begun = False
+        self._seed: int | None = None
+        # What broke the stream, until the call that resumes it has shown that it does.
+        self._broken_by: RequestError | None = None
 
     @property
     def timeout(self) -> float | None:
@@ -48,18 +54,26 @@ class Resumption:
 
     def request(self) -> pb.GenerateRequest:
         """What the next call sends."""
-        if self._begun:
+        if self._seed is not None:
+            self._request.resume.seed = self._seed
             del self._request.resume.received[:]
             self._request.resume.received.extend(self.transcript.received())
         return self._request
 
     def add(self, response: pb.GenerateResponse) -> list[Delta]:
-        """Takes the next message; gives its deltas."""
-        self._num_attempts = 0
+        """Takes the next message; gives its deltas.
+
+        Raises:
+            RequestError: what broke the stream, since this server begins it anew: it knows of no resumption.
+        """
+        if self._broken_by is not None and self._seed is not None and response.seed != self._seed:
+            raise self._broken_by
+        self._begun, self._broken_by = True, None
+        if response.outputs:
+            self._num_attempts = 0
         if response.HasField("seed"):
-            self._begun = True
+            self._seed = response.seed
             self._request.request_id = response.request_id
-            self._request.resume.seed = response.seed
         return self.transcript.add(response)
 
     def delay_after(self, error: RequestError) -> float | None:
@@ -68,9 +82,12 @@ class Resumption:
         A stream that has not begun is tried once more, at once: the connection may have been a dead one.
         """
         self._num_attempts += 1
+        self._broken_by = error
         if not self._begun:
             broken = error.code is grpc.StatusCode.UNAVAILABLE and not error.reason
             return 0.0 if broken and self._num_attempts == 1 else None
+        if self._seed is None or error.reason in _TAKEN_OVER:
+            return None
         if error.code not in _LOST and (error.code not in _NOT_YET or self._num_attempts == 1):
             return None
         if self._num_attempts > _MOST_ATTEMPTS:

@@ -27,7 +27,7 @@ from protos.watched_files import WatchedFiles
 PUBLIC_MESSAGE_BYTES = 16 << 20
 INTERNAL_MESSAGE_BYTES = 64 << 20
 # Of SessionService; router and scheduler of different ones do not talk.
-SESSION_PROTOCOL_VERSION = 5
+SESSION_PROTOCOL_VERSION = 4
 # A health service name that is SERVING while the process lives, also while it loads and drains.
 LIVENESS = "liveness"
 

@@ -68,8 +68,6 @@ class OutputStream:
         # Of the delta's text. Appended to in the message, it would leave a copy of itself behind each time (arenas).
         self._pieces = [request.echo]
         self._has_delta = bool(request.echo)
-        # Of several that the best are chosen of nothing is told before the last message.
-        self._received = received_of(request.resume if request.num_sequences == request.n else None, index)
 
     @property
     def stopped(self) -> bool:
@@ -132,8 +130,8 @@ class OutputStream:
             if hidden and place == len(token_ids) - 1:
                 break
             self._push_text(self._detokenizer.push(token_id))
-            if self._room <= 0 and (full := self._close_delta()) is not None:
-                self._full.append(full)
+            if self._room <= 0:
+                self._full.append(self._close_delta())
         if end is not None:
             self._end(end)
 
@@ -143,12 +141,12 @@ class OutputStream:
             return self._full.popleft()
         return self._close_delta() if self._has_delta else None
 
-    def _close_delta(self) -> pb.Output | None:
+    def _close_delta(self) -> pb.Output:
         delta, self._delta, self._has_delta = self._delta, pb.Output(index=self.index), False
         delta.text = "".join(self._pieces)
         self._pieces.clear()
         self._room = self._max_logprobs
-        return delta if self._request.resume is None or self._received.cut(delta) else None
+        return delta
 
     def _push_text(self, piece: str) -> None:
         if self.num_tokens > self._request.min_tokens:
@@ -226,8 +224,11 @@ class LiveRequest:
         self._prompt_logprobs: Logprobs | None = None
         # As the client gets them; None until they are written, empty once they are told.
         self._prompt_messages: list[pb.TokenLogprobs] | None = None
-        if request.resume is not None and request.resume.received:  # with whose first they came
-            self._prompt_messages = []
+        # What a client that resumes has, by the index of the output.
+        self._received = {} if request.resume is None else received_of(request.resume)
+        num_echoed = len(request.echo.encode())
+        if any(row.ended or row.num_tokens or row.text_bytes > num_echoed for row in self._received.values()):
+            self._prompt_messages = []  # they came with the first tokens
         self._heartbeat: pb.Heartbeat | None = None
         self._filled = asyncio.Event()
         if request.echo and not self._holds_back:
@@ -341,7 +342,7 @@ class LiveRequest:
                 self._prompt_messages = await of_prompt(self.request.prompt_token_ids, self._prompt_logprobs)
             self._filled.clear()
             streams = self._answered()
-            outputs = _take_deltas(streams)
+            outputs = self._take_deltas(streams)
             has_more = any(stream.has_delta for stream in streams)
             if self._refusal is not None or has_more:
                 self._filled.set()
@@ -374,6 +375,16 @@ class LiveRequest:
         ranked = sorted(self.streams, key=lambda stream: stream.cumulative_logprob, reverse=True)  # ties by index
         return ranked[: self.request.n]
 
+    def _take_deltas(self, streams: Sequence[OutputStream]) -> list[pb.Output]:
+        """What each has to tell, but for what the client has."""
+        outputs = []
+        for index, stream in enumerate(streams):
+            delta = stream.take_delta()
+            if delta is not None and (index not in self._received or self._received[index].cut(delta)):
+                delta.index = index
+                outputs.append(delta)
+        return outputs
+
     def _conclude(self, response: pb.GenerateResponse) -> None:
         stats = self.stats
         assert stats is not None, "finished, and the scheduler has told of no end"
@@ -384,13 +395,3 @@ class LiveRequest:
         response.timings.ttft_ms = self.ttft_ms
         response.timings.total_ms = self.total_ms
         response.timings.preemptions = stats.num_preemptions
-
-
-def _take_deltas(streams: Sequence[OutputStream]) -> list[pb.Output]:
-    outputs = []
-    for index, stream in enumerate(streams):
-        delta = stream.take_delta()
-        if delta is not None:
-            delta.index = index
-            outputs.append(delta)
-    return outputs

@@ -52,9 +52,6 @@ def check_resume(request: pb.GenerateRequest) -> list[Violation]:
     return found
 
 
-def received_of(resume: pb.Resume | None, index: int) -> Received:
-    """What a client has of output `index`; nothing of a stream that it does not resume."""
-    for row in resume.received if resume is not None else ():
-        if row.index == index:
-            return Received(row.text_bytes, row.num_tokens, row.ended)
-    return Received()
+def received_of(resume: pb.Resume) -> dict[int, Received]:
+    """What a client has, by the index of the output."""
+    return {row.index: Received(row.text_bytes, row.num_tokens, row.ended) for row in resume.received}

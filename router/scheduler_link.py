@@ -284,6 +284,13 @@ class SchedulerLink:
             submit.sampling.ClearField("num_prompt_logprobs")
         self._unanswered.add(live.handle)
         self._send(pb.SessionRequest(submit=submit))
+        self._stop_again(live)
+
+    def _stop_again(self, live: LiveRequest) -> None:
+        """Says which sequences have met a stop string, to a scheduler that may not have heard of it."""
+        for stream in live.streams:
+            if stream.stopped and not stream.ended:
+                self.stop_sequence(live.handle, stream)
 
     def _receive(self, message: pb.SessionResponse) -> None:
         was_stalled, self._num_silent_looks = self.stalled, 0
@@ -371,9 +378,8 @@ class SchedulerLink:
                 live.fail(lost(live, "its scheduler came back with another model"))
             elif handle in unknown:
                 self._on_lost(live, in_order=went_in_order)
-            for stream in live.streams:
-                if stream.stopped and not stream.ended:
-                    self.stop_sequence(handle, stream)
+            else:
+                self._stop_again(live)
 
     def _disconnected(self) -> None:
         if not self.connected:
@@ -387,7 +393,7 @@ class SchedulerLink:
     def _on_lost(self, live: LiveRequest, *, in_order: bool) -> None:
         """The scheduler that had a request is gone, and another one stands in its place."""
         if not in_order and live.lose() >= MOST_LOST:
-            return live.fail(lost(live, f"{MOST_LOST} schedulers in a row were lost while they had it"))
+            return live.fail(given_up())
         log.info("request goes on", extra={"request_id": live.request.request_id, "tokens": live.num_tokens})
         return self._send_submit(live)
 
@@ -449,6 +455,12 @@ def _no_answer(error: grpc.aio.AioRpcError) -> Refusal:
 def lost(live: LiveRequest, why: str) -> Refusal:
     """The end of a request that can not go on."""
     return Refusal(_code_of_loss(live), "SCHEDULER_LOST", f"the request was lost: {why}", retry_delay_ms=1000)
+
+
+def given_up() -> Refusal:
+    """The end of a request that may be what its schedulers were lost by: no retry makes sense."""
+    message = f"the request is given up: {MOST_LOST} schedulers in a row were lost while they had it"
+    return Refusal(grpc.StatusCode.INTERNAL, "SCHEDULERS_LOST", message)
 
 
 def _code_of_loss(live: LiveRequest) -> grpc.StatusCode:

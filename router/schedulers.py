@@ -22,7 +22,7 @@ from protos.tls import TlsError
 from router.balance import choose, prefix_key
 from router.config import RouterSettings
 from router.live_request import LiveRequest, OutputStream
-from router.scheduler_link import MOST_LOST, SchedulerLink, lost
+from router.scheduler_link import MOST_LOST, SchedulerLink, given_up
 
 _DNS = "dns:///"
 # How often a name's addresses are looked up.
@@ -282,7 +282,7 @@ class Schedulers:
         """Moves a request away from a scheduler that is gone, or about to go."""
         self._refusing.pop(live.handle, None)
         if not link.gone_in_order and live.lose() >= MOST_LOST:
-            live.fail(lost(live, f"{MOST_LOST} schedulers in a row were lost while they had it"))
+            live.fail(given_up())
         else:
             self._move(live)
 

@@ -183,14 +183,15 @@ class GenerationService:
         call.operation = "chat" if request.HasField("chat") else "text_completion"
         call.request_id = request_id = request.request_id or self._new_id(tenant, call.header_id)
         scoped_id = self._tenants.scoped(tenant, request_id)
-        if scoped_id in self._live and not self._give_up(scoped_id, request):
+        held = self._live.get(scoped_id)
+        if scoped_id in self._live and not _resumes(request, held):
             message = f"request_id: {request_id!r} is in use by a live request; send another or none"
             raise Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
         if len(self._live) >= self._settings.max_live_requests:
             message = f"this router answers {len(self._live)} requests already; retry, or use another"
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS", message, retry_delay_ms=1000)
         permit = self._tenant_limits.enter(tenant)
-        self._live[scoped_id] = None
+        self._live.setdefault(scoped_id)
         try:
             begin = time.monotonic()
             prompt_token_ids, text = await self._prompt(request)
@@ -211,9 +212,13 @@ class GenerationService:
             )
             self._schedulers.submit(live, context.time_remaining(), holder)
         except BaseException:
-            del self._live[scoped_id]
+            if held is None:
+                del self._live[scoped_id]
             self._tenant_limits.cancel(permit)
             raise
+        if held is not None:  # its call's connection is dead; the scheduler has already given the request to this one
+            message = "another call has taken this request over"
+            held.fail(Refusal(grpc.StatusCode.ABORTED, "TAKEN_OVER", message))
         call.live = self._live[scoped_id] = live
         return live, permit
 
@@ -226,15 +231,6 @@ class GenerationService:
         else:
             self._tenant_limits.leave(permit, live.num_tokens)
         self._schedulers.release(live)
-
-    def _give_up(self, scoped_id: str, request: pb.GenerateRequest) -> bool:
-        """Ends the call that has a request, if another one resumes it: its client's connection is dead."""
-        live = self._live[scoped_id]
-        if live is None or not request.HasField("resume") or live.request.sampling.seed != request.resume.seed:
-            return False
-        message = "another call has taken this request over"
-        live.fail(Refusal(grpc.StatusCode.ABORTED, "TAKEN_OVER", message))
-        return True
 
     def _new_id(self, tenant: Tenant, header_id: str) -> str:
         """An id for a request that brings none: its x-request-id, made unique where several requests share one."""
@@ -320,6 +316,11 @@ class _Admission:
         self._service.release(self._live, self._permit, error)
         if self._service.meter is not None:
             self._context.set_trailing_metadata(self._service.meter.count())
+
+
+def _resumes(request: pb.GenerateRequest, held: LiveRequest | None) -> bool:
+    """Whether a request goes on with one that another call has; nobody but who began that knows its seed."""
+    return held is not None and request.HasField("resume") and held.request.sampling.seed == request.resume.seed
 
 
 async def _tell_id(live: LiveRequest, context: grpc.aio.ServicerContext) -> None:

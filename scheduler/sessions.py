@@ -224,8 +224,8 @@ class Sessions:
         if ticket.session.outbox is not None:
             ticket.session.outbox.put(pb.SessionResponse(rejected=taken_over(ticket.handle)))
         ticket.session, ticket.handle = session, handle
-        for row in ticket.finished:
-            row.handle = handle
+        # Copies: the rows themselves may still wait for the router that had it.
+        ticket.finished = [_of_handle(row, handle) for row in ticket.finished]
         session.tickets[handle] = ticket
         self.resume(ticket, array("i", [0] * len(ticket.group.sequences)))
 
@@ -307,6 +307,13 @@ class Sessions:
             outbox.put_finished(row)
         if ticket.rejected is not None:
             outbox.put(pb.SessionResponse(rejected=ticket.rejected))
+
+
+def _of_handle(row: pb.Finished, handle: int) -> pb.Finished:
+    copy = pb.Finished()
+    copy.CopyFrom(row)
+    copy.handle = handle
+    return copy
 
 
 def taken_over(handle: int) -> pb.Rejected:

@@ -1,5 +1,7 @@
 """Streams that break off and go on: the client's part, the router's, and both together."""
 
+import threading
+
 import grpc
 import pytest
 from cluster import cluster
@@ -77,6 +79,39 @@ def test_a_stream_that_never_comes_further_is_given_up():
         with pytest.raises(errors.Unavailable, match="shut down"):
             next(stream)
     assert len(fake.requests) == 1 + resumption._MOST_ATTEMPTS
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["from the start", "at first"])
+def test_a_server_that_knows_of_no_resumption_makes_no_text_come_twice(knows):
+    fake = FakeGeneration()
+    begun, again = first("a") if knows else delta("a"), first("a")
+    again.seed = 1
+    reset = Refusal(grpc.StatusCode.UNAVAILABLE, "", "reset")
+    fake.script = breaking([begun], [again, delta("b")], [delta("a")], refusal=reset)
+    with serving(fake) as target, Client(target) as client:
+        stream = client.stream("Hi")
+        assert next(stream).text == "a"
+        with pytest.raises(errors.Unavailable, match="reset"):
+            next(stream)
+    assert len(fake.requests) == 1 + knows
+
+
+def test_a_closed_client_resumes_nothing():
+    fake, ended = FakeGeneration(), threading.Event()
+
+    def script(request):
+        yield first("a")
+        ended.wait(5)
+
+    fake.script = script
+    with serving(fake) as target:
+        client = Client(target)
+        stream = client.stream("Hi")
+        assert next(stream).text == "a"
+        client.close()
+        with pytest.raises(errors.RequestError):
+            next(stream)
+        ended.set()
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT])

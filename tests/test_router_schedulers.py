@@ -129,6 +129,25 @@ async def test_sequences_that_have_ended_or_met_a_stop_string_are_not_computed_a
         assert texts == ["end", "s", "soon"]
 
 
+async def test_a_stop_string_that_was_met_is_told_to_the_scheduler_that_goes_on():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        asked = wanted("a prompt of some blocks", max_tokens=90)
+        asked.stop.strings.append("top")
+        call = plane.generation.Generate(asked)
+        this, other, submit = await who_got(plane)
+        await this.tell({0: b"stop and on"}, handle=submit.handle)
+        assert (await this.heard.get()).stop_sequence.num_tokens == 4
+        await lose(plane, this, "drains")
+        again = await other.submitted()
+        assert bytes(unpack(again.continuation.progress[0].token_ids).tolist()) == b"stop"
+        stop = (await other.heard.get()).stop_sequence
+        assert (stop.handle, stop.sequence_index, stop.num_tokens) == (again.handle, 0, 4)
+        end = finished(handle=again.handle, status=session_pb2.FINISH_STATUS_STOPPED)
+        await other.tell({}, end, handle=again.handle)
+        assert "".join([output.text async for message in call for output in message.outputs]) == "s"
+
+
 async def test_a_request_that_loses_three_schedulers_in_a_row_is_given_up():
     async with router_alone(FakeScheduler()) as plane:
         call = plane.generation.Generate(wanted("a prompt"))
@@ -146,7 +165,7 @@ async def test_a_request_that_loses_three_schedulers_in_a_row_is_given_up():
         await plane.restart_scheduler()
         with pytest.raises(grpc.aio.AioRpcError, match="3 schedulers in a row") as info:
             await call.read()
-        assert info.value.code() is grpc.StatusCode.ABORTED
+        assert info.value.code() is grpc.StatusCode.INTERNAL
 
 
 async def test_a_request_waits_for_its_scheduler_to_come_back_for_a_while():
@@ -266,7 +285,7 @@ async def test_a_request_outlives_three_schedulers_at_most():
             await asyncio.sleep(0.001)
         with pytest.raises(grpc.aio.AioRpcError, match="3 schedulers in a row") as info:
             await call
-        assert info.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert info.value.code() is grpc.StatusCode.INTERNAL
         assert sum(not each.heard.empty() for each in plane.schedulers) == 3
 
 

@@ -144,7 +144,7 @@ async def recoveries(plan: Plan, folder: Path) -> dict[str, list[float]]:
         load, stop = Load(site.target, requests, plan.num_clients), asyncio.Event()
         reading = asyncio.create_task(load.run(expected, stop))
         await asyncio.sleep(2.0)
-        found = {}
+        found: dict[str, list[float]] = {}
         for name in ("worker-1", "scheduler-1"):
             found[name] = []
             for _ in range(_NUM_RECOVERIES):
