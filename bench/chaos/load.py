@@ -5,7 +5,7 @@ import bisect
 import itertools
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +96,7 @@ class Load:
             for _ in range(self.num_clients):
                 group.create_task(self._client(work, stop))
 
-    async def _client(self, work: "itertools.chain[tuple[Asked, Completion]]", stop: asyncio.Event) -> None:
+    async def _client(self, work: Iterator[tuple[Asked, Completion]], stop: asyncio.Event) -> None:
         async with AsyncClient(self.target, _OwnConnection()) as client:
             for asked, expected in work:
                 if stop.is_set():
