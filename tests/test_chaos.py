@@ -8,6 +8,7 @@ from models_fakes import save, tiny_model
 from rich.console import Console
 
 from bench.chaos.__main__ import Plan, disturb
+from bench.chaos.requests import PROMPTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -29,9 +30,10 @@ async def test_no_stream_is_other_than_it_would_be_where_processes_die_hang_and_
         num_faults=9,
         seed=7,
         num_clients=6,
-        max_tokens=60,
+        max_tokens=80,
         spacing_s=0.3,
         suspensions_s=((0.1, 0.6),),
+        prompts=PROMPTS[1:3],
     )
     folder = tmp_path_factory.mktemp("c")
     outcome = await disturb(plan, folder, folder / "log", Console())

@@ -24,7 +24,7 @@ from bench.chaos import report
 from bench.chaos.faults import Faults, recovery_s
 from bench.chaos.load import Load
 from bench.chaos.report import Outcome
-from bench.chaos.requests import Asked, mixed
+from bench.chaos.requests import PROMPTS, Asked, mixed
 from bench.chaos.site import Site, cold_start_s, supervised
 from bench.control_plane import cached_model
 from pagewire.results import Completion
@@ -52,6 +52,7 @@ class Plan:
     spacing_s: float = 3.0
     suspensions_s: tuple[tuple[float, float], ...] | None = None
     settings: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = PROMPTS
 
 
 async def disturb(plan: Plan, folder: Path, log: Path, console: Console) -> Outcome:
@@ -81,7 +82,7 @@ async def disturb(plan: Plan, folder: Path, log: Path, console: Console) -> Outc
 async def undisturbed(site: Site, plan: Plan) -> tuple[list[Asked], list[Completion]]:
     """The requests, and what each is answered when it is alone and nothing fails."""
     load = Load(site.target, (), 1)
-    plain = mixed(plan.seed, plan.max_tokens)
+    plain = mixed(plan.seed, plan.max_tokens, plan.prompts)
     answers = await load.once(plain)
     stopped = [
         asked.with_stop_string(answer)

@@ -76,12 +76,15 @@ class Faults:
                     await asyncio.sleep(0.05)
                     continue
                 pid = self._site.pids[fault.name]
-                with contextlib.suppress(ProcessLookupError):
+                try:
                     os.kill(pid, fault.signal)
-                    self.done.append(fault)
-                    if fault.suspended_s is not None:
-                        resuming.create_task(self._resume(fault, pid))
-                    await self._wait_after(fault)
+                except ProcessLookupError:  # it has just ended
+                    self._deck.append((fault.service, fault.signal))
+                    continue
+                self.done.append(fault)
+                if fault.suspended_s is not None:
+                    resuming.create_task(self._resume(fault, pid))
+                await self._wait_after(fault)
 
     def _next(self) -> Fault | None:
         if not self._deck:

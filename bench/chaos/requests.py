@@ -55,12 +55,12 @@ class Asked:
         return Asked("stop strings", self.prompt, options)
 
 
-def mixed(seed: int, max_tokens: int) -> list[Asked]:
+def mixed(seed: int, max_tokens: int, prompts: Sequence[str] = PROMPTS) -> list[Asked]:
     """Each kind on each prompt, in a random order, of random lengths up to `max_tokens`."""
     rng = random.Random(seed)
     requests = []
     for kind, kind_options in KINDS.items():
-        for prompt in PROMPTS:
+        for prompt in prompts:
             most = max_tokens // 4 if kind in _HELD_BACK else max_tokens
             options: Options = {"max_tokens": rng.randint(most // 2, most), "ignore_eos": True, "token_ids": True}
             if kind != "beams":
