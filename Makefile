@@ -30,7 +30,7 @@ soak-cancel: .venv/installed
 	SOAK_CANCELS=$${SOAK_CANCELS:-100000} $(BIN)/pytest -s tests/test_soak_cancel.py
 
 # Workers, schedulers and routers die, hang and are stopped at random under load, 120 times: no stream is other than
-# it would be. Twelve minutes, with a table; FAULTS=400 SEED=2 for another night.
+# it would be. Twenty minutes, with a table; FAULTS=400 SEED=2 ARGUMENTS="--json out.json" for another night.
 chaos: .venv/installed
 	$(BIN)/pagewire model >/dev/null
 	$(BIN)/python -m bench.chaos --faults $${FAULTS:-120} --seed $${SEED:-1} $(ARGUMENTS)
