@@ -88,8 +88,10 @@ class Resumption:
             return 0.0 if broken and self._num_attempts == 1 else None
         if self._seed is None or error.reason in _TAKEN_OVER:
             return None
-        if error.code not in _LOST and (error.code not in _NOT_YET or self._num_attempts == 1):
+        if error.code not in (*_LOST, *_NOT_YET):
             return None
+        if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and self._num_attempts == 1:
+            return None  # of the stream itself, as where its client has not read for long
         if self._num_attempts > _MOST_ATTEMPTS:
             return None
         delay_s = min(_FIRST_DELAY_S * 2 ** (self._num_attempts - 1), _LONGEST_DELAY_S)
