@@ -84,7 +84,7 @@ class Resumption:
         self._num_attempts += 1
         self._broken_by = error
         if not self._begun:
-            broken = error.code is grpc.StatusCode.UNAVAILABLE and not error.reason
+            broken = error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) and not error.reason
             return 0.0 if broken and self._num_attempts == 1 else None
         if self._seed is None or error.reason in _TAKEN_OVER:
             return None

@@ -96,6 +96,19 @@ def test_a_server_that_knows_of_no_resumption_makes_no_text_come_twice(knows):
     assert len(fake.requests) == 1 + knows
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+def test_a_stream_that_is_cut_before_its_first_message_is_asked_for_once_more(code):
+    fake = FakeGeneration()
+    cut = Refusal(code, "", "cut")
+    fake.script = breaking([], [last(first("a"))], refusal=cut)
+    with serving(fake) as target, Client(target) as client:
+        assert [piece.text for piece in client.stream("Hi")] == ["a"]
+        fake.script = breaking([], [], [last(first("a"))], refusal=cut)
+        with pytest.raises(errors.RequestError, match="cut"):
+            list(client.stream("Hi"))
+    assert len(fake.requests) == 4
+
+
 def test_a_closed_client_resumes_nothing():
     fake, ended = FakeGeneration(), threading.Event()
 
