@@ -121,12 +121,13 @@ class Stream:
         delay_s = None if self._closed.is_set() else self._resumption.delay_after(error)
         if delay_s is None:
             raise error from None
-        self._closed.wait(delay_s)
+        if self._closed.wait(delay_s):
+            return
         try:
             self._call = self._start(self._resumption.request(), timeout=self._resumption.timeout)
         except ValueError:  # the channel was closed
             raise error from None
-        if self._closed.is_set():
+        if self._closed.is_set():  # meanwhile, by another thread, which has cancelled the call before
             self._call.cancel()
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
 """How a stream that breaks off goes on: the same request again, with what has arrived of its answer.
 
 A server that dies, drains or is unreachable for a while costs a pause. Nothing is resumed for ever: after so many
-attempts in a row without a message between, the error is the caller's.
+attempts in a row without output between, the error is the caller's.
 """
 
 import time

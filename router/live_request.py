@@ -41,8 +41,7 @@ class OutputStream:
     """One sequence: tokens in, text out, with the delta that the client has not got yet.
 
     Attributes:
-        num_received: tokens that came from the scheduler.
-        num_tokens: those of them that count: none after a stop string's last.
+        num_tokens: tokens that came and count: none after a stop string's last.
         ended: the scheduler has reported its end.
         cumulative_logprob: of those that count.
         finish_reason: why it ended, when it has.
@@ -51,7 +50,6 @@ class OutputStream:
     def __init__(self, index: int, request: CheckedRequest, tokenizer: Tokenizer) -> None:
         self.index = index
         self.num_tokens = 0
-        self.num_received = 0
         self.ended = False
         self.cumulative_logprob = 0.0
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
@@ -68,6 +66,11 @@ class OutputStream:
         # Of the delta's text. Appended to in the message, it would leave a copy of itself behind each time (arenas).
         self._pieces = [request.echo]
         self._has_delta = bool(request.echo)
+
+    @property
+    def num_received(self) -> int:
+        """Tokens that came from the scheduler."""
+        return len(self._token_ids)
 
     @property
     def stopped(self) -> bool:
@@ -89,13 +92,11 @@ class OutputStream:
         """What came of it so far."""
         if self.ended:
             return session_pb2.Progress(ended=True)
-        token_ids = pack(self._token_ids[: self.num_tokens])
-        return session_pb2.Progress(token_ids=token_ids, cumulative_logprob=self.cumulative_logprob)
+        return session_pb2.Progress(token_ids=pack(self._token_ids), cumulative_logprob=self.cumulative_logprob)
 
     def lose_overrun(self) -> None:
         """The scheduler that sampled on behind a stop string is gone, and another one will not have these tokens."""
         del self._token_ids[self.num_tokens :]
-        self.num_received = self.num_tokens
 
     def push(
         self,
@@ -112,7 +113,6 @@ class OutputStream:
             logprobs: what the client wants to know of each.
             own_logprobs: the log-probability of each, for their sum; none of a beam's, whose sum comes with its end.
         """
-        self.num_received += len(token_ids)
         self._token_ids.extend(token_ids)
         hidden = end is not None and end.HasField("stop_token_id") and not self._request.include_stop_string
         for place, token_id in enumerate(token_ids):

@@ -113,7 +113,7 @@ class SchedulerLink:
 
     @property
     def live(self) -> list[LiveRequest]:
-        """Requests that the scheduler has to go on with."""
+        """Requests that the scheduler has to go on with; of the others the last message is on its way to the client."""
         return [live for live in self._live.values() if not live.over]
 
     @property
@@ -155,14 +155,6 @@ class SchedulerLink:
             return await self._stub.GetState(pb.GetStateRequest(), timeout=_ANSWER_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise _no_answer(error) from error
-
-    async def has(self, scoped_id: str) -> bool:
-        """Whether it has this live request, of any router."""
-        try:
-            await self._stub.Explain(pb.ExplainRequest(request_id=scoped_id), timeout=_ANSWER_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return False
-        return True
 
     async def locate(self, handles: list[int]) -> list[tuple[int, int]]:
         """(session_pb2.Status, place in its queue or -1) of each live request; 0 where the scheduler does not say."""
@@ -371,12 +363,10 @@ class SchedulerLink:
         for handle in self._resumed - self._live.keys():  # their clients left between Hello and Welcome
             self._send(pb.SessionRequest(cancel=pb.Cancel(handle=handle)))
         unknown = set(unpack(welcome.unknown_handles))
-        for handle, live in list(self._live.items()):
-            if live.over:  # its last message is on its way to the client
-                continue
+        for live in self.live:
             if not self.accepted:
                 live.fail(lost(live, "its scheduler came back with another model"))
-            elif handle in unknown:
+            elif live.handle in unknown:
                 self._on_lost(live, in_order=went_in_order)
             else:
                 self._stop_again(live)
@@ -411,15 +401,14 @@ class SchedulerLink:
         self._on_change()
 
     def _give_up(self) -> None:
-        for live in self._live.values():
+        for live in self.live:
             live.fail(lost(live, f"its scheduler has been away for {self._patience_s:g} s, and there is no other"))
 
     def break_off(self) -> None:
         """Ends what is live with an error: this router is about to go."""
-        for live in self._live.values():
-            if not live.finished:
-                text = "this router shut down before the request was finished"
-                live.fail(Refusal(_code_of_loss(live), "DRAINING", text, retry_delay_ms=1000))
+        for live in self.live:
+            text = "this router shut down before the request was finished"
+            live.fail(Refusal(_code_of_loss(live), "DRAINING", text, retry_delay_ms=1000))
 
 
 def _read_logprobs(outputs: pb.StepOutputs) -> dict[int, Logprobs]:

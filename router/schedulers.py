@@ -92,8 +92,9 @@ class Schedulers:
     async def who_has(self, scoped_id: str) -> SchedulerLink | None:
         """The scheduler that has this live request, of any router."""
         asked = [link for link in self._takers if link.serving]
-        answers = await asyncio.gather(*(link.has(scoped_id) for link in asked))
-        return next((link for link, has in zip(asked, answers, strict=True) if has), None)
+        answers = await asyncio.gather(*(_answer(link.explain(scoped_id, scoped_id)) for link in asked))
+        told = zip(asked, answers, strict=True)
+        return next((link for link, answer in told if not isinstance(answer, Refusal)), None)
 
     def submit(self, live: LiveRequest, timeout_s: float | None, holder: SchedulerLink | None = None) -> None:
         """Sends a request to a scheduler; `timeout_s` is how long its client still waits, None for ever.

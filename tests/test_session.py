@@ -62,6 +62,18 @@ async def plane_and_router(worker: FakeWorker, **options):
         yield plane, HandRouter(channel)
 
 
+@contextlib.asynccontextmanager
+async def plane_and_two_routers(worker: FakeWorker):
+    """Both with open sessions."""
+    async with plane_and_router(worker) as (plane, router), dial(plane.scheduler_address) as channel:
+        other = HandRouter(channel, "other")
+        for each in (router, other):
+            await each.open()
+        yield plane, router, other
+        for each in (router, other):
+            each.call.cancel()
+
+
 async def test_welcome_names_the_epoch_the_model_and_the_limits():
     async with plane_and_router(FakeWorker(), max_num_seqs=7) as (_, router):
         welcome = (await router.open()).welcome
@@ -133,10 +145,7 @@ async def test_the_end_of_a_sequence_that_is_told_twice_is_taken_once():
 
 async def test_a_call_that_knows_the_seed_takes_a_live_request_over_and_is_told_of_all_of_it():
     worker = FakeWorker()
-    async with plane_and_router(worker) as (plane, router), dial(plane.scheduler_address) as channel:
-        other = HandRouter(channel, "other")
-        await router.open()
-        await other.open()
+    async with plane_and_two_routers(worker) as (_, router, other):
         await router.submit(max_tokens=150)
         await router.tokens(3)
         worker.gate.clear()
@@ -146,17 +155,12 @@ async def test_a_call_that_knows_the_seed_takes_a_live_request_over_and_is_told_
         assert (await router.next("rejected")).rejected.code == grpc.StatusCode.ABORTED.value[0]
         worker.gate.set()
         assert await other.tokens(150) == [scripted(0, index) for index in range(150)]
-        router.call.cancel()
-        other.call.cancel()
 
 
 async def test_what_went_on_from_elsewhere_is_computed_anew_for_who_takes_it_over():
     """Of what it had output elsewhere not all is known."""
     worker = FakeWorker()
-    async with plane_and_router(worker) as (plane, router), dial(plane.scheduler_address) as channel:
-        other = HandRouter(channel, "other")
-        await router.open()
-        await other.open()
+    async with plane_and_two_routers(worker) as (_, router, other):
         begun = pb.Progress(token_ids=pack([scripted(0, index) for index in range(5)]))
         await router.submit(max_tokens=150, continuation=pb.Continuation(progress=[begun]))
         assert outputs_of(await router.next("step_outputs"))[0][2] == 5
@@ -165,8 +169,6 @@ async def test_what_went_on_from_elsewhere_is_computed_anew_for_who_takes_it_ove
         await router.next("rejected")
         worker.gate.set()
         assert await other.tokens(150) == [scripted(0, index) for index in range(150)]
-        router.call.cancel()
-        other.call.cancel()
 
 
 async def test_progress_that_does_not_fit_is_refused():
@@ -275,23 +277,18 @@ async def test_routers_hear_whether_no_steps_run_because_the_worker_left_in_orde
 
 async def test_submitting_twice_is_as_once_and_another_routers_id_is_refused():
     worker = FakeWorker()
-    async with plane_and_router(worker) as (plane, router), dial(plane.scheduler_address) as channel:
-        await router.open()
+    async with plane_and_two_routers(worker) as (plane, router, other):
         worker.gate.clear()
         for _ in range(2):
             await router.submit(max_tokens=4)
             await router.next("accepted")
         state = await plane.state()
         assert state.num_running + state.num_waiting == 1
-        other = HandRouter(channel, "another")
-        await other.open()
         await other.submit(handle=1, request_id="r")
         rejected = (await other.next("rejected")).rejected
         assert rejected.code == grpc.StatusCode.ALREADY_EXISTS.value[0]
         worker.gate.set()
         assert await router.tokens(4) == [scripted(0, i) for i in range(4)]
-        router.call.cancel()
-        other.call.cancel()
 
 
 async def test_cancel_is_idempotent_and_an_unknown_handle_is_no_error():
