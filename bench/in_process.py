@@ -26,7 +26,7 @@ def make_runner(
 ) -> tuple[ModelRunner, CacheEngine]:
     """A runner of a model, with pools of its own that nothing has been done with; and these pools."""
     numbers = model.config
-    shape = CacheShape(numbers.num_layers, block_size, numbers.num_kv_heads, numbers.head_dim, dtype)
+    shape = CacheShape.of_model(model, block_size, dtype)
     cache = CacheEngine(shape, num_blocks, num_cpu_blocks, device, model.operations, streams)
     runner = ModelRunner(
         model,

@@ -17,6 +17,7 @@ from protos.rpc import Server, Service, dial, wait_for_serving
 from protos.worker_pb2 import DESCRIPTOR, GetInfoRequest
 from protos.worker_pb2_grpc import WorkerServiceStub, add_WorkerServiceServicer_to_server
 from worker.config import WorkerSettings
+from worker.executor.uni import UniExecutor
 from worker.loading import load_worker
 from worker.observer import Observer
 from worker.server import WorkerService
@@ -50,7 +51,7 @@ async def serving(service):
 async def worker(checkpoint):
     """Stub, service and epoch of a loaded worker."""
     service = WorkerService(Observer())
-    await service.load(lambda: load_worker(settings(checkpoint)))
+    await service.load(UniExecutor(settings(checkpoint)))
     async with serving(service) as channel:
         stub = WorkerServiceStub(channel)
         yield stub, service, (await stub.GetInfo(GetInfoRequest())).epoch
@@ -79,7 +80,7 @@ async def test_info_is_unavailable_until_the_model_is_loaded_and_then_says_what_
         stream = stub.Execute()
         await stream.write(prompt(0))
         assert await code_of(stream.read()) == grpc.StatusCode.UNAVAILABLE
-        await service.load(lambda: load_worker(settings(checkpoint, max_model_len=100, swap_bytes=10_000)))
+        await service.load(UniExecutor(settings(checkpoint, max_model_len=100, swap_bytes=10_000)))
         info = await stub.GetInfo(GetInfoRequest())
     assert 0 < info.epoch < 2**63
     assert (info.model, info.dtype, info.kv_dtype) == ("tiny-llama", "float32", "float32")
@@ -150,7 +151,7 @@ async def test_bytes_that_are_no_message_are_the_clients_mistake(worker):
 
 async def test_a_step_that_explodes_is_named_and_leaves_the_worker_serving(worker, monkeypatch, caplog):
     stub, service, epoch = worker
-    runner = service._loaded.runner
+    runner = service._executor._loaded.runner
     ran = []
 
     def launch(request, launch=runner.launch):
@@ -183,8 +184,8 @@ async def test_a_client_that_leaves_takes_its_waiting_steps_with_it(checkpoint, 
                 left.set()
 
     service = Watched(Observer())
-    await service.load(lambda: load_worker(settings(checkpoint)))
-    runner, loop = service._loaded.runner, asyncio.get_running_loop()
+    await service.load(UniExecutor(settings(checkpoint)))
+    runner, loop = service._executor._loaded.runner, asyncio.get_running_loop()
 
     def launch(request, launch=runner.launch):
         ran.append(request.step_id)
@@ -211,8 +212,8 @@ async def test_a_client_that_leaves_takes_its_waiting_steps_with_it(checkpoint, 
 async def holding_a_step(checkpoint, monkeypatch, **options):
     """A worker whose first step is on its way and does not end: stub, service, the stream, and what lets it go on."""
     service = WorkerService(Observer(), **options)
-    await service.load(lambda: load_worker(settings(checkpoint)))
-    runner, loop = service._loaded.runner, asyncio.get_running_loop()
+    await service.load(UniExecutor(settings(checkpoint)))
+    runner, loop = service._executor._loaded.runner, asyncio.get_running_loop()
     begun, released = asyncio.Event(), threading.Event()
 
     def launch(request, launch=runner.launch):
@@ -303,7 +304,7 @@ class StepOnSlowDevice:
 
 async def test_a_step_is_launched_while_the_device_is_at_the_one_before_and_a_third_is_not(worker, monkeypatch):
     stub, service, epoch = worker
-    device = SlowDevice(service._loaded.runner, monkeypatch)
+    device = SlowDevice(service._executor._loaded.runner, monkeypatch)
     stream = stub.Execute()
     async with asyncio.timeout(20):
         for request in (prompt(epoch), decode(epoch, 1), decode(epoch, 2)):
@@ -323,7 +324,7 @@ async def test_a_step_is_launched_while_the_device_is_at_the_one_before_and_a_th
 
 async def test_a_step_that_fails_on_the_device_takes_those_behind_it_along(worker, monkeypatch, caplog):
     stub, service, epoch = worker
-    device = SlowDevice(service._loaded.runner, monkeypatch)
+    device = SlowDevice(service._executor._loaded.runner, monkeypatch)
     device.failing = {0}
     stream = stub.Execute()
     async with asyncio.timeout(20):
@@ -344,7 +345,7 @@ async def test_a_step_that_fails_on_the_device_takes_those_behind_it_along(worke
 
 async def test_a_device_that_has_failed_for_good_is_told_of(worker, monkeypatch):
     stub, service, epoch = worker
-    runner = service._loaded.runner
+    runner = service._executor._loaded.runner
 
     def fail(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -373,7 +374,7 @@ async def test_the_process_ends_with_1_when_the_device_has_failed(checkpoint, mo
 
 async def test_a_step_that_is_refused_waits_until_the_one_before_is_answered(worker, monkeypatch):
     stub, service, epoch = worker
-    device = SlowDevice(service._loaded.runner, monkeypatch)
+    device = SlowDevice(service._executor._loaded.runner, monkeypatch)
     bad = decode(epoch, 1)
     bad.block_tables = b""
     stream = stub.Execute()

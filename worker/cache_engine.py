@@ -7,6 +7,7 @@ is `worker.cache_size`'s affair.
 import ctypes
 import mmap
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.choice import Operations
+from worker.models.model import Model
 from worker.streams import Mark, Streams, streams_of
 from worker.transfer import to_device
 
@@ -38,6 +40,11 @@ class CacheShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+
+    @classmethod
+    def of_model(cls, model: Model, block_size: int, dtype: torch.dtype) -> Self:
+        """What a block of this rank's part of a model holds; a block's id is the same at all ranks."""
+        return cls(len(model.layer_indexes), block_size, model.heads.kv.size, model.config.head_dim, dtype)
 
     @property
     def block_bytes(self) -> int:

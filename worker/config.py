@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 from protos.tls_settings import ServerTlsSettings
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
+ExecutorName = Literal["auto", "uni", "mp", "ray", "external"]
 
 
 class WorkerSettings(ServerTlsSettings):
@@ -48,7 +49,25 @@ class WorkerSettings(ServerTlsSettings):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where there is one")
     num_threads: int | None = Field(
-        None, ge=1, description="threads that compute on the CPU (default: all cores this process may use)"
+        None,
+        ge=1,
+        description="threads that compute on the CPU, in each rank (default: all cores this process may use, shared "
+        "out among the ranks of this host)",
+    )
+
+    executor: ExecutorName = Field(
+        "auto",
+        description="how ranks are run: uni, one in this process; mp, a process each on this host; ray, actors of Ray; "
+        "external, by torchrun, of whose processes this is one; auto takes the first that the sizes below and "
+        "this host allow, and logs why",
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="ranks that each layer is shared out to")
+    pipeline_parallel_size: int = Field(
+        1, ge=1, description="stages that the layers are shared out to, each of so many ranks"
+    )
+    ray_address: str = Field(
+        "",
+        description='cluster of --executor ray: "host:6379", or "auto" for the one of this host; empty starts one',
     )
 
     block_size: int = Field(16, ge=1, le=1024, description="tokens of KV in a block")
@@ -77,6 +96,11 @@ class WorkerSettings(ServerTlsSettings):
         description="on a GPU, record decode steps at the start and replay them: some seconds and some memory then, "
         "and less time of the host in each step",
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of a worker."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @field_validator("model")
     @classmethod

@@ -37,6 +37,7 @@ from worker.model_runner import ModelRunner
 from worker.models.model import Model
 from worker.models.registry import load_model
 from worker.profile_run import CudaMemory, profile, run_prompts
+from worker.ranks import ALONE, WHOLE_HOST, Host, Ranks
 from worker.weights import weight_bytes
 
 log = logging.getLogger(__name__)
@@ -55,14 +56,19 @@ class LoadedWorker:
     info: GetInfoResponse
 
 
-def load_worker(settings: WorkerSettings) -> LoadedWorker:
+def load_worker(settings: WorkerSettings, ranks: Ranks = ALONE, host: Host = WHOLE_HOST) -> LoadedWorker:
     """Loads the model; takes seconds, and belongs on the thread that will run the steps.
+
+    Args:
+        settings: of the worker.
+        ranks: that share the model out; all of them load at the same time.
+        host: what of it is this rank's, and prepared.
 
     Raises:
         ModelError: the model, or a cache for it, can not be had; the message says why.
     """
     clock = _Clock()
-    device = prepare_device(settings)
+    device = prepare_device(settings, host)
     directory = find_checkpoint(settings.model)
     config = read_config(directory)
     dtype = checkpoint_dtype(config) if settings.dtype == "auto" else DTYPES[settings.dtype]
@@ -78,6 +84,7 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
         context_length=settings.max_model_len,
         cache_dtype=cache_dtype,
         wrap=choose_quantization(settings, device),
+        ranks=ranks,
     )
     operations = model.operations
     log.log(
@@ -93,10 +100,9 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
         )
     clock.log("weights loaded", threads=torch.get_num_threads())
 
-    numbers = model.config
-    shape = CacheShape(numbers.num_layers, settings.block_size, numbers.num_kv_heads, numbers.head_dim, cache_dtype)
-    size = _choose_cache_size(settings, model, shape, context_length, device, directory)
-    cache = _make_cache(settings, model, shape, size, device)
+    shape = CacheShape.of_model(model, settings.block_size, cache_dtype)
+    size = _choose_cache_size(settings, model, shape, context_length, device, directory, host)
+    cache = _make_cache(settings, model, shape, size, device, host)
     clock.log("KV cache sized", note=size.note, cpu_blocks=cache.num_cpu_blocks)
     if context_length > size.num_blocks * shape.block_size:
         log.warning(
@@ -116,21 +122,29 @@ def load_worker(settings: WorkerSettings) -> LoadedWorker:
         runner.record_decodes(record)
     name = settings.served_model_name or checkpoint_name(settings.model)
     worker = warm_up(runner, cache, name=name, dtype=dtype, kv_cache_note=size.note, quantization=settings.quantization)
+    if ranks.place.num_stages > 1:
+        worker.info.num_concurrent_steps = ranks.place.num_stages
     give_back_freed_memory()
     clock.log("warmed up", swap_ms_per_block=round(worker.info.swap_ms_per_block, 4))
     return worker
 
 
-def prepare_device(settings: WorkerSettings) -> torch.device:
+def prepare_device(settings: WorkerSettings, host: Host = WHOLE_HOST) -> torch.device:
     """The device to compute on, with the threads that are to.
 
     Raises:
         ModelError: there is none as told.
     """
-    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
+    cores = host.cores(os.sched_getaffinity(0))
+    if host.num_ranks > 1:
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(settings.num_threads or len(cores))
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ModelError("--device is cuda, but torch sees no CUDA device; auto takes the CPU then")
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
+        if torch.cuda.device_count() < host.num_ranks:
+            raise ModelError(f"{host.num_ranks} ranks on this host want a GPU each; it has {torch.cuda.device_count()}")
+        torch.cuda.set_device(host.index)
         return torch.device("cuda")
     log.info("threads", extra={"count": torch.get_num_threads(), "bound_to_cores": pin_threads()})
     return torch.device("cpu")
@@ -213,6 +227,14 @@ class _Clock:
         self._begun = now
 
 
+def least_of_all(size: CacheSize, ranks: Ranks) -> CacheSize:
+    """The size of the rank that has least room: a block's id is the same at all of them."""
+    (num_blocks,) = ranks.least(size.num_blocks)
+    if num_blocks == size.num_blocks:
+        return size
+    return CacheSize(num_blocks, f"{num_blocks:,} blocks, the least of {ranks.place.size} ranks")
+
+
 def _choose_cache_size(
     settings: WorkerSettings,
     model: Model,
@@ -220,19 +242,22 @@ def _choose_cache_size(
     context_length: int,
     device: torch.device,
     directory: Path,
+    host: Host,
 ) -> CacheSize:
-    """As told, if there is room for it; otherwise what the device has room for.
+    """As told, if there is room for it; otherwise what the device has room for; the same at all ranks.
 
     Raises:
         ModelError: there is no room.
     """
     told = (settings.num_gpu_blocks, settings.kv_cache_bytes)
+    place = model.ranks.place
     try:
         if device.type == "cpu":
-            room_bytes = available_memory() - largest_logits_bytes(model.config.vocabulary_size)
-            return size_as_told(shape, *told, room_bytes) or size_on_cpu(
-                shape, context_length, weight_bytes(directory), room_bytes
+            room_bytes = available_memory() // host.num_ranks - largest_logits_bytes(model.config.vocabulary_size)
+            own = size_as_told(shape, *told, room_bytes) or size_on_cpu(
+                shape, context_length, weight_bytes(directory) // place.size, room_bytes
             )
+            return least_of_all(own, model.ranks)
         found = profile(
             model,
             shape,
@@ -242,9 +267,8 @@ def _choose_cache_size(
             memory=CudaMemory(device),
             record=_recorder(settings, model, device),
         )
-        return size_as_told(shape, *told, found.room_bytes) or size_on_gpu(
-            shape, found, settings.gpu_memory_utilization
-        )
+        own = size_as_told(shape, *told, found.room_bytes) or size_on_gpu(shape, found, settings.gpu_memory_utilization)
+        return least_of_all(own, model.ranks)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"a step of {settings.max_num_batched_tokens} tokens does not fit into the GPU's memory with the weights: "
@@ -255,16 +279,18 @@ def _choose_cache_size(
 
 
 def _make_cache(
-    settings: WorkerSettings, model: Model, shape: CacheShape, size: CacheSize, device: torch.device
+    settings: WorkerSettings, model: Model, shape: CacheShape, size: CacheSize, device: torch.device, host: Host
 ) -> CacheEngine:
     """Both pools.
 
     Raises:
         ModelError: their memory can not be had.
     """
-    available_bytes = available_memory() - (size.num_blocks * shape.block_bytes if device.type == "cpu" else 0)
+    taken_bytes = size.num_blocks * shape.block_bytes if device.type == "cpu" else 0
+    available_bytes = available_memory() // host.num_ranks - taken_bytes
     try:
-        num_cpu_blocks = count_swap_blocks(shape, settings.swap_bytes, size.num_blocks, available_bytes)
+        own = count_swap_blocks(shape, settings.swap_bytes, size.num_blocks, available_bytes)
+        (num_cpu_blocks,) = model.ranks.least(own)
         return CacheEngine(shape, size.num_blocks, num_cpu_blocks, device, model.operations)
     except ValueError as error:
         raise ModelError(str(error)) from error
@@ -278,6 +304,8 @@ def _make_cache(
 
 def _recorder(settings: WorkerSettings, model: Model, device: torch.device) -> CudaRecorder | None:
     """What records decode steps; None where they are not to be, or can not be, recorded."""
-    if device.type != "cuda" or not settings.cuda_graphs or not model.operations.recordable:
+    # What goes from stage to stage is said by the host.
+    recordable = model.operations.recordable and model.ranks.place.num_stages == 1
+    if device.type != "cuda" or not settings.cuda_graphs or not recordable:
         return None
     return CudaRecorder(device)

@@ -14,7 +14,17 @@ from torch import Tensor
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse
 from worker.cache_engine import CacheEngine
 from worker.decode_graphs import MOST_ROWS, DecodeGraphs, Recorder
-from worker.inputs import Integers, ModelInputs, Step, StepLimits, entered_blocks, make_inputs, read_step
+from worker.inputs import (
+    LAST_SAMPLED,
+    Integers,
+    MalformedStep,
+    ModelInputs,
+    Step,
+    StepLimits,
+    entered_blocks,
+    make_inputs,
+    read_step,
+)
 from worker.last_tokens import LastTokens
 from worker.layers.attention import AttentionMetadata
 from worker.live_requests import LiveRequests
@@ -51,6 +61,7 @@ class ModelRunner:
         streams: Streams | None = None,
     ) -> None:
         self._model = model
+        self._ranks = model.ranks
         self._cache = cache
         self.device = device
         self._streams = streams or streams_of(device)
@@ -111,8 +122,9 @@ class ModelRunner:
         begun = self._streams.mark()
         step = read_step(request, self.limits)
         self._live.note(request, step)
-        samples = self._live.samples(step, self._note_samples)
-        targets = self._live.prompt_targets(step)
+        # The other stages know no logits, and check what concerns them.
+        samples = self._live.samples(step, self._note_samples) if self._ranks.place.is_last else []
+        targets = self._live.prompt_targets(step) if self._ranks.place.is_last else []
         indexes = self._indexes(step, targets)
 
         num_rows, num_tokens = len(step.request_ids), len(step.token_ids)
@@ -153,6 +165,8 @@ class ModelRunner:
     def _indexes(self, step: Step, targets: Sequence[tuple[Integers, int]]) -> "_Indexes[Array]":
         """What goes to the device beside the inputs; the last that may find the step malformed."""
         unknown, unknown_places = self._live.places_to_read(step)
+        if unknown and self._ranks.place.num_stages > 1:
+            raise MalformedStep("token_ids", f"{LAST_SAMPLED} stands for a token that another stage samples")
         kept, kept_places = self._live.places_to_write(step)
         scored: Array = step.query_starts[step.sample_rows + 1] - 1
         score_of_sample: Array = scored[:0]
@@ -194,6 +208,8 @@ class ModelRunner:
         logits = scores if len(there.score_of_sample) == 0 else scores[there.score_of_sample]
         operations = self._model.operations
         sampled = draw_tokens(logits, samples, operations.sample_tokens, operations.normalizers_and_best)
+        # Other hardware may round otherwise, and what this one appends all of them append.
+        self._ranks.agree(sampled.token_ids)
         if len(there.kept) > 0:
             token_ids = sampled.token_ids
             # A failed sample leaves a token behind too: the next step may be on its way already and ask for it.

@@ -12,7 +12,8 @@ from protos.worker_pb2 import DESCRIPTOR
 from protos.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from worker.checkpoint import ModelError
 from worker.config import WorkerSettings
-from worker.loading import load_worker
+from worker.executor.choose import make_executor
+from worker.executor.executor import RankLost
 from worker.observer import Observer
 from worker.server import WorkerService
 
@@ -33,13 +34,13 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
     port = await server.start(settings.listen, tls=settings.server_tls)
     log.info("listening", extra={"address": settings.listen, "port": port})
 
-    loading = asyncio.ensure_future(service.load(lambda: load_worker(settings)))
+    loading = asyncio.ensure_future(_load(service, settings))
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
     if loading.done():
         try:
             loading.result()
-        except ModelError as error:
+        except (ModelError, RankLost) as error:
             log.error("cannot load the model: %s", error)
             return 1
         except Exception:
@@ -56,6 +57,10 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
     await server.stop(settings.drain_grace_s, end_live=service.leave, end_within_s=_LAST_STEP_S)
     await telemetry.close(metrics, tracer)
     return 0
+
+
+async def _load(service: WorkerService, settings: WorkerSettings) -> None:
+    await service.load(make_executor(settings))
 
 
 def main(settings: WorkerSettings) -> None:

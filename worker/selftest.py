@@ -223,11 +223,10 @@ def _model(
     except ModelError as error:
         yield Check("model", False, str(error))
         return
-    numbers = model.config
     yield Fact("class", f"{type(model).__name__} on {model.operations.name}, loaded in {_ms(begun)}")
     if model.operations.note:
         yield Fact("note", f"no faster kernels for it, since {model.operations.note}")
-    shape = CacheShape(numbers.num_layers, settings.block_size, numbers.num_kv_heads, numbers.head_dim, cache_dtype)
+    shape = CacheShape.of_model(model, settings.block_size, cache_dtype)
     yield Fact("KV of a token", f"{shape.block_bytes // settings.block_size:,} bytes")
     yield check_model(model, switches[0], shape, device, dtype)
 

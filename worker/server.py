@@ -9,11 +9,10 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -21,11 +20,9 @@ import grpc
 from protos.errors import Refusal, Violation, invalid_argument, unavailable
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoRequest, GetInfoResponse
 from protos.worker_pb2_grpc import WorkerServiceServicer
+from worker.executor.executor import Answer, Executor
 from worker.inputs import MalformedStep
-from worker.loading import LoadedWorker
-from worker.model_runner import ModelRunner
 from worker.observer import Observer
-from worker.step_in_flight import StepInFlight
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +33,12 @@ class _Call:
 
     Attributes:
         broken: by a failed step or a client that left. No step of it runs any more.
-        following: of a stream, its next step.
+        steps: of a stream, those that have come and are not answered, oldest first; None for its end.
         leaving: whether it is to end behind the step that runs.
     """
 
     broken: bool = False
-    following: "asyncio.Future[asyncio.Future[ExecuteModelResponse] | None] | None" = None
+    steps: "asyncio.Queue[asyncio.Future[ExecuteModelResponse] | None]" = field(default_factory=asyncio.Queue)
     leaving: bool = False
 
 
@@ -55,7 +52,7 @@ class _Job:
         arrival: by `time.monotonic`, s.
     """
 
-    runner: ModelRunner
+    executor: Executor
     request: ExecuteModelRequest
     call: _Call
     answer: "asyncio.Future[ExecuteModelResponse]"
@@ -88,25 +85,30 @@ class WorkerService(WorkerServiceServicer):
         self._epoch = secrets.randbits(63)
         self._steps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
         self._results = ThreadPoolExecutor(max_workers=1, thread_name_prefix="result")
-        self._loaded: LoadedWorker | None = None
+        self._executor: Executor | None = None
+        self._info = GetInfoResponse()
         self._calls: set[_Call] = set()
         # Of streams that have.
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def load(self, load: Callable[[], LoadedWorker]) -> None:
-        """Runs `load` on the thread of the steps, whose OpenMP team is then the one that they will use."""
+    async def load(self, executor: Executor) -> None:
+        """Lets it load on the thread of the steps, whose OpenMP team is then the one that they will use."""
         loop = asyncio.get_running_loop()
-        self._loaded = await loop.run_in_executor(self._steps, load)
-        self._observer.info = self._loaded.info
-        # Beside the first steps, if there are any so soon.
-        threading.Thread(target=self._loaded.runner.populate_cache, name="populate", daemon=True).start()
+
+        def on_lost() -> None:
+            loop.call_soon_threadsafe(self.device_lost.set)
+
+        self._info = await loop.run_in_executor(self._steps, executor.load, on_lost)
+        self._executor = executor
+        self._observer.info = self._info
 
     async def GetInfo(self, request: GetInfoRequest, context: grpc.aio.ServicerContext) -> GetInfoResponse:
         """What was loaded, under this life's epoch; once nothing of a stream that has ended is computed any more."""
         if self._ending:
             await asyncio.wait(self._ending)
+        self._require_loaded()
         info = GetInfoResponse(epoch=self._epoch)
-        info.MergeFrom(self._require_loaded().info)
+        info.MergeFrom(self._info)
         return info
 
     async def ExecuteModel(
@@ -116,22 +118,23 @@ class WorkerService(WorkerServiceServicer):
         return await self._submit(request, _Call())
 
     async def Execute(self, requests: AsyncIterator[ExecuteModelRequest], context: grpc.aio.ServicerContext) -> None:
-        """Steps in order. While one runs the next is read and given to the thread; a third stays with gRPC."""
+        """Steps in order. While one runs the next is read and given to the thread; those behind it stay with gRPC.
+
+        Where several run at once, one more than these is read.
+        """
         call = _Call()
         self._calls.add(call)
-        requests = aiter(requests)
-        call.following = asyncio.ensure_future(self._next_step(requests, call))
+        room = asyncio.Semaphore(1 + max(1, self._info.num_concurrent_steps))
+        reading = asyncio.create_task(self._read(requests, call, room))
         try:
-            while not call.leaving and (step := await call.following) is not None:
-                call.following = asyncio.ensure_future(self._next_step(requests, call))
+            while not call.leaving and (step := await call.steps.get()) is not None:
                 await context.write(await step)
-        except asyncio.CancelledError:
-            if not (call.leaving and call.following.cancelled()):
-                raise
+                room.release()
+            if reading.done():
+                reading.result()
         finally:
             call.broken = True
-            call.following.cancel()
-            call.following.add_done_callback(_disregard)
+            reading.cancel()
             self._calls.remove(call)
             self._ending.add(ending := asyncio.create_task(self._expect_end()))
             ending.add_done_callback(self._ending.discard)
@@ -140,9 +143,7 @@ class WorkerService(WorkerServiceServicer):
         """Ends the streams in order: each behind the step that runs, or now. What they do not answer is not run."""
         for call in self._calls:
             call.leaving = True
-            # One that has come already waits in line behind the step that runs.
-            if call.following is not None and not call.following.done():
-                call.following.cancel()
+            call.steps.put_nowait(None)
 
     async def _expect_end(self) -> None:
         """A stream has ended: what is computed of it comes to an end soon, or hangs."""
@@ -155,22 +156,25 @@ class WorkerService(WorkerServiceServicer):
             log.error("a step hangs", extra={"after_s": self._hang_timeout_s})
             self.device_lost.set()
 
-    async def _next_step(
-        self, requests: AsyncIterator[ExecuteModelRequest], call: _Call
-    ) -> "asyncio.Future[ExecuteModelResponse] | None":
-        """The response to the next request, already on its way; None when the client has no more."""
-        request = await anext(requests, None)
-        return None if request is None else self._submit(request, call)
+    async def _read(self, requests: AsyncIterator[ExecuteModelRequest], call: _Call, room: asyncio.Semaphore) -> None:
+        """Submits steps as they come, while there is room, until the client has no more or one is refused."""
+        requests = aiter(requests)
+        try:
+            while await room.acquire() and (request := await anext(requests, None)) is not None:
+                call.steps.put_nowait(self._submit(request, call))
+        finally:
+            call.steps.put_nowait(None)
 
     def _submit(self, request: ExecuteModelRequest, call: _Call) -> "asyncio.Future[ExecuteModelResponse]":
-        worker = self._require_loaded()
+        executor = self._require_loaded()
         if request.epoch != self._epoch:
             raise Refusal(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "WRONG_EPOCH",
                 f"step {request.step_id} is for epoch {request.epoch}, and this worker's is {self._epoch}",
             )
-        job = _Job(worker.runner, request, call, asyncio.get_running_loop().create_future(), time.monotonic())
+        job = _Job(executor, request, call, asyncio.get_running_loop().create_future(), time.monotonic())
+        job.answer.add_done_callback(_disregard)
         self._steps.submit(self._launch, job)
         return job.answer
 
@@ -182,13 +186,13 @@ class WorkerService(WorkerServiceServicer):
             if job.call.broken:
                 job.give(ExecuteModelResponse())  # nobody reads it
                 return
-            step = job.runner.launch(job.request)
+            step = job.executor.launch(job.request)
             if step.is_finished:
                 self._give(job, step)
             else:
                 self._results.submit(self._wait, job, step)
 
-    def _wait(self, job: _Job, step: StepInFlight) -> None:
+    def _wait(self, job: _Job, step: Answer) -> None:
         """On the thread of the results."""
         with self._failures_of(job):
             if job.call.broken:
@@ -196,7 +200,7 @@ class WorkerService(WorkerServiceServicer):
             else:
                 self._give(job, step)
 
-    def _give(self, job: _Job, step: StepInFlight) -> None:
+    def _give(self, job: _Job, step: Answer) -> None:
         response = step.result()
         job.give(response)
         self._observer.executed(job.request, response, job.arrival)
@@ -213,15 +217,15 @@ class WorkerService(WorkerServiceServicer):
             job.call.broken = True
             step_id = job.request.step_id
             log.exception("step failed", extra={"step_id": step_id})
-            if not job.runner.is_usable():
+            if not job.executor.is_usable():
                 job.answer.get_loop().call_soon_threadsafe(self.device_lost.set)
             message = f"step {step_id} failed with {type(error).__name__}; the worker's log says why"
             job.fail(Refusal(grpc.StatusCode.INTERNAL, "STEP_FAILED", message))
 
-    def _require_loaded(self) -> LoadedWorker:
-        if self._loaded is None:
+    def _require_loaded(self) -> Executor:
+        if self._executor is None:
             raise unavailable("LOADING", "the worker is still loading its model")
-        return self._loaded
+        return self._executor
 
 
 def _nothing() -> None:
@@ -234,7 +238,7 @@ def _settle(settle: Callable[[Any], None], answer: "asyncio.Future[ExecuteModelR
         settle(outcome)
 
 
-def _disregard(outcome: "asyncio.Future[Any]") -> None:
-    """What comes of a next step when the one before it has failed is nobody's news; asyncio would report it as lost."""
-    if not outcome.cancelled() and outcome.exception() is None and isinstance(outcome.result(), asyncio.Future):
-        outcome.result().add_done_callback(_disregard)
+def _disregard(answer: "asyncio.Future[ExecuteModelResponse]") -> None:
+    """What comes of a step when the one before it has failed is nobody's news; asyncio would report it as lost."""
+    if not answer.cancelled():
+        answer.exception()

@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker.checkpoint import ModelError
+from worker.shares import Part, Target
 
 _INDEX = "model.safetensors.index.json"
 
@@ -18,7 +19,7 @@ _BYTES_AT_ONCE = 64 << 20
 
 def load_weights(
     directory: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Target],
     leaves_out: Callable[[str], bool],
     one_name: Callable[[str], str] = str,
 ) -> None:
@@ -27,7 +28,7 @@ def load_weights(
 
     Args:
         directory: of the checkpoint.
-        tensors: name in the checkpoint -> where its values go, in place.
+        tensors: name in the checkpoint -> where its values, or this rank's part of them, go, in place.
         leaves_out: whether a tensor of that name in the checkpoint is of no use to the model.
         one_name: from the checkpoint's name of a tensor to the one that `tensors` and `leaves_out` know.
 
@@ -80,12 +81,17 @@ def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise ModelError(f"{path} can not be read: {error}; {remedy}") from error
 
 
-def _fill(target: Tensor, source: Tensor, name: str) -> None:
-    if target.shape != source.shape:
-        raise ModelError(
-            f"{name} is {list(source.shape)} in the checkpoint, but config.json means {list(target.shape)}"
-        )
-    target.copy_(source)
+def _fill(target: Target, source: Tensor, name: str) -> None:
+    """Of a part, only its pages of the file are read."""
+    tensor, shape = (target.tensor, target.whole_shape) if isinstance(target, Part) else (target, list(target.shape))
+    if shape != list(source.shape):
+        raise ModelError(f"{name} is {list(source.shape)} in the checkpoint, but config.json means {shape}")
+    if isinstance(target, Part):
+        sizes = [end - start for start, end in target.share.ranges]
+        for piece, (start, end) in zip(tensor.split(sizes, target.dim), target.share.ranges, strict=True):
+            piece.copy_(source.narrow(target.dim, start, end - start))
+    else:
+        tensor.copy_(source)
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -5,25 +5,63 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from worker.layers.linear import Linear
+from worker.ranks import ALONE, Ranks
+from worker.shares import Target, part
 
 
 class Embedding:
-    """One learned vector for each token id."""
+    """One learned vector for each token id, of which each rank holds some.
 
-    def __init__(self, vocabulary_size: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.weight = torch.empty(vocabulary_size, size, dtype=dtype, device=device)
+    Args:
+        vocabulary_size: token ids.
+        size: values of a vector.
+        ranks: that share the vectors out.
+        dtype: of the vectors.
+        device: where they live.
+    """
+
+    def __init__(
+        self, vocabulary_size: int, size: int, *, ranks: Ranks = ALONE, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._ranks = ranks
+        self.share = ranks.deal(vocabulary_size)
+        self.weight = torch.empty(self.share.size, size, dtype=dtype, device=device)
+
+    def checkpoint_tensors(self, name: str) -> dict[str, Target]:
+        """The name of the tensor in the checkpoint -> the one that its rows fill."""
+        return {name: part(self.weight, 0, self.share)}
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, size]."""
-        return embedding(token_ids, self.weight)
+        if self.share.is_whole:
+            return embedding(token_ids, self.weight)
+        rows = token_ids - self.share.start
+        elsewhere = (rows < 0) | (rows >= self.share.size)
+        x = embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self._ranks.sum(x.masked_fill_(elsewhere[:, None], 0))
 
 
 class Head(Linear):
-    """The product that scores every token id of the vocabulary: [num_samples, size] -> float32 logits."""
+    """The product that scores every token id of the vocabulary: [num_samples, size] -> float32 logits.
 
-    def __init__(self, size: int, vocabulary_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(size, {"lm_head": vocabulary_size}, bias=False, dtype=dtype, device=device, widened=True)
+    Args:
+        size: values of a hidden state.
+        vocabulary_size: token ids; each rank scores some, and gets to know the scores of all.
+        ranks: that share them out.
+        dtype: of the weights.
+        device: where they live.
+    """
+
+    def __init__(
+        self, size: int, vocabulary_size: int, *, ranks: Ranks = ALONE, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._ranks, self._share = ranks, ranks.deal(vocabulary_size)
+        super().__init__(size, {"lm_head": self._share}, bias=False, dtype=dtype, device=device, widened=True)
 
     def tie(self, embedding: Embedding) -> None:
         """Takes the embedding's vectors for weights; packed, the head may have a copy of its own."""
         self.weight = embedding.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_samples, size] -> [num_samples, vocabulary_size]."""
+        return self._ranks.gather(super().__call__(x), self._share)

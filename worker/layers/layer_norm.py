@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
+from worker.shares import Target
+
 
 class LayerNorm:
     """(x - mean(x)) / deviation(x) * weight + bias, over the last dimension.
@@ -27,7 +29,7 @@ class LayerNorm:
         self._epsilon = epsilon
         self._learned = learned
 
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
         """The name of each tensor in the checkpoint -> the one that it fills."""
         return {f"{prefix}.weight": self.weight, f"{prefix}.bias": self.bias} if self._learned else {}
 

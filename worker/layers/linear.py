@@ -11,16 +11,19 @@ from torch import Tensor
 
 from kernels.choice import LinearLayer, Operations
 from kernels.reference import PlainLinear
+from worker.ranks import Ranks
+from worker.shares import Share, Target, part, whole
 
 
 class Linear:
     """One matrix product for all of `outputs`, whose results stand side by side in the last dimension.
 
-    It is filled, then packed, then called.
+    It is filled, then packed, then called. Of several ranks each may hold a share of the outputs of every projection.
 
     Args:
         in_features: size of the input.
-        outputs: the checkpoint's name of each stacked projection -> its number of outputs, in order.
+        outputs: the checkpoint's name of each stacked projection -> its number of outputs, or this rank's share of
+            them, in order.
         bias: whether each has one.
         dtype: of the weights, which is the input's as well.
         device: where they live.
@@ -31,7 +34,7 @@ class Linear:
     def __init__(
         self,
         in_features: int,
-        outputs: Mapping[str, int],
+        outputs: Mapping[str, int | Share],
         *,
         bias: bool,
         dtype: torch.dtype,
@@ -39,22 +42,21 @@ class Linear:
         widened: bool = False,
         gated: bool = False,
     ) -> None:
-        self.outputs = dict(outputs)
-        out_features = sum(outputs.values())
+        self.outputs = {name: share if isinstance(share, Share) else whole(share) for name, share in outputs.items()}
+        out_features = sum(share.size for share in self.outputs.values())
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._widened, self._gated = widened, gated
         self._multiply: LinearLayer | None = None
 
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
         """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
-        tensors = {}
-        sizes = list(self.outputs.values())
-        for name, weight in zip(self.outputs, self.weight.split(sizes), strict=True):
-            tensors[f"{prefix}{name}.weight"] = weight
-        if self.bias is not None:
-            for name, bias in zip(self.outputs, self.bias.split(sizes), strict=True):
-                tensors[f"{prefix}{name}.bias"] = bias
+        tensors: dict[str, Target] = {}
+        for kind, stacked in (("weight", self.weight), ("bias", self.bias)):
+            if stacked is not None:
+                parts = stacked.split([share.size for share in self.outputs.values()])
+                for (name, share), rows in zip(self.outputs.items(), parts, strict=True):
+                    tensors[f"{prefix}{name}.{kind}"] = part(rows, 0, share)
         return tensors
 
     def pack(self, operations: Operations) -> None:
@@ -72,3 +74,49 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, the sum of all outputs], or half of it where it is gated."""
         return self.packed(x)
+
+
+class SummedLinear(Linear):
+    """A product each of whose ranks has a share of the input, and gets the sum of what all of them make of theirs.
+
+    Args:
+        share: this rank's part of the input.
+        name: the checkpoint's name.
+        out_features: size of the output, which is whole at every rank.
+        ranks: that add up.
+        bias: see `Linear`; it is added by the first of them.
+        dtype: see there.
+        device: see there.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        name: str,
+        out_features: int,
+        *,
+        ranks: Ranks,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(share.size, {name: out_features}, bias=bias, dtype=dtype, device=device)
+        self._share, self._ranks = share, ranks
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
+        """As `Linear.checkpoint_tensors`."""
+        (name,) = self.outputs
+        tensors: dict[str, Target] = {f"{prefix}{name}.weight": part(self.weight, 1, self._share)}
+        if self.bias is not None:
+            tensors[f"{prefix}{name}.bias"] = self.bias
+        return tensors
+
+    def pack(self, operations: Operations) -> None:
+        """As `Linear.pack`."""
+        if self._ranks.place.tensor_rank > 0:
+            self.bias = None
+        super().pack(operations)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, share.size] -> [num_tokens, out_features]."""
+        return self._ranks.sum(super().__call__(x))

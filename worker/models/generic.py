@@ -27,6 +27,7 @@ from kernels.choice import LinearLayer, Operations
 from kernels.reference import PlainLinear
 from worker.checkpoint import ModelError, UnsupportedModel
 from worker.layers.attention import AttentionMetadata, attend
+from worker.ranks import ALONE
 
 _ATTENTION = "pagewire"
 # Relative error of the logits, as vectors, at which a model has proved itself; that of other models is near one.
@@ -184,6 +185,9 @@ class GenericForCausalLM:
     ) -> None:
         self.config = numbers
         self.operations = operations
+        self.ranks = ALONE
+        self.heads = ALONE.deal_heads(numbers.num_kv_heads, numbers.num_kv_heads)
+        self.layer_indexes = range(numbers.num_layers)
         self._whole, self._layers = whole, layers
         self._dtype = whole.dtype
         setattr(whole, whole.base_model_prefix, _Given())

@@ -16,7 +16,9 @@ from worker.checkpoint import UnsupportedModel
 from worker.layers.attention import AttentionMetadata, attend
 from worker.layers.embedding import Embedding, Head
 from worker.layers.layer_norm import LayerNorm
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, SummedLinear
+from worker.ranks import ALONE, Ranks
+from worker.shares import MLP_UNIT, Share, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,31 +87,48 @@ class GPT2ForCausalLM:
         operations: what its layers compute with beside matrix products.
         dtype: of the weights and of everything between the layers.
         device: where the weights are.
+        ranks: that share the model out.
     """
 
-    def __init__(self, config: GPT2Config, *, operations: Operations, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: GPT2Config,
+        *,
+        operations: Operations,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.config = config
         self.operations = operations
+        self.ranks = ranks
+        self.heads = ranks.deal_heads(config.num_heads, config.num_kv_heads)
+        self.layer_indexes = ranks.place.layers(config.num_layers)
         size = config.hidden_size
-        self.embedding = Embedding(config.vocabulary_size, size, dtype=dtype, device=device)
+        self.embedding = Embedding(config.vocabulary_size, size, ranks=ranks, dtype=dtype, device=device)
         self.positions = Embedding(config.context_length, size, dtype=dtype, device=device)
         self.blocks = [
-            Block(config, index, operations=operations, dtype=dtype, device=device)
-            for index in range(config.num_layers)
+            Block(config, index, operations=operations, dtype=dtype, device=device, ranks=ranks)
+            for index in self.layer_indexes
         ]
         self.norm = LayerNorm(size, config.norm_epsilon, dtype=dtype, device=device)
-        self.head = Head(size, config.vocabulary_size, dtype=dtype, device=device)
+        self.head = Head(size, config.vocabulary_size, ranks=ranks, dtype=dtype, device=device)
         if config.tied_embeddings:
             self.head.tie(self.embedding)
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Target]:
         """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
-        tensors = {"wte.weight": self.embedding.weight, "wpe.weight": self.positions.weight}
-        tensors |= self.norm.checkpoint_tensors("ln_f")
-        for index, block in enumerate(self.blocks):
+        tensors: dict[str, Target] = {}
+        place, tied = self.ranks.place, self.config.tied_embeddings
+        if place.is_first or (place.is_last and tied):
+            tensors |= self.embedding.checkpoint_tensors("wte.weight")
+        if place.is_first:
+            tensors |= self.positions.checkpoint_tensors("wpe.weight")
+        for index, block in zip(self.layer_indexes, self.blocks, strict=True):
             tensors |= block.checkpoint_tensors(f"h.{index}.")
-        if not self.config.tied_embeddings:
-            tensors |= self.head.checkpoint_tensors("")
+        if place.is_last:
+            tensors |= self.norm.checkpoint_tensors("ln_f")
+            tensors |= {} if tied else self.head.checkpoint_tensors("")
         return tensors
 
     def checkpoint_name(self, name: str) -> str:
@@ -126,7 +145,8 @@ class GPT2ForCausalLM:
         for block in self.blocks:
             for linear in (block.qkv, block.output, block.up, block.down):
                 linear.pack(self.operations)
-        self.head.pack(self.operations)
+        if self.ranks.place.is_last:
+            self.head.pack(self.operations)
 
     def __call__(
         self,
@@ -136,50 +156,61 @@ class GPT2ForCausalLM:
         metadata: AttentionMetadata,
     ) -> Tensor:
         """See `worker.models.model.Model`."""
-        x = self.embedding(token_ids) + self.positions(positions)  # [T, E]
+        if self.ranks.place.is_first:
+            x = self.embedding(token_ids) + self.positions(positions)  # [T, E]
+        else:
+            x = self.ranks.receive(len(token_ids), self.norm.weight)
         for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
             x = block(x, layer_cache, metadata)
-        return self.norm(x)
+        return self.norm(x) if self.ranks.place.is_last else self.ranks.send(x)
 
 
-class Conv1D(Linear):
-    """A `Linear` whose weight is [in_features, out_features] in the checkpoint, as OpenAI's TensorFlow had it."""
-
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
-        """As `Linear.checkpoint_tensors`, with a transposed view of the weight."""
-        tensors = super().checkpoint_tensors(prefix)
-        return {name: tensor.t() if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+def _transposed(tensors: dict[str, Target]) -> dict[str, Target]:
+    """For OpenAI's TensorFlow, whose weights are [in_features, out_features] in the checkpoint."""
+    return {name: target.t() if name.endswith(".weight") else target for name, target in tensors.items()}
 
 
 class Block:
     """x += attention(norm(x)); x += mlp(norm(x))."""
 
     def __init__(
-        self, config: GPT2Config, index: int, *, operations: Operations, dtype: torch.dtype, device: torch.device
+        self,
+        config: GPT2Config,
+        index: int,
+        *,
+        operations: Operations,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
     ) -> None:
-        size, mlp_size = config.hidden_size, config.mlp_size
+        size, mlp = config.hidden_size, ranks.deal(config.mlp_size, MLP_UNIT)
+        heads = ranks.deal_heads(config.num_heads, config.num_heads).queries
+        values = heads.times(config.head_dim)
 
-        def conv(in_features: int, name: str, out_features: int) -> Conv1D:
-            return Conv1D(in_features, {name: out_features}, bias=True, dtype=dtype, device=device)
+        def linear(name: str, outputs: Share) -> Linear:
+            return Linear(size, {name: outputs}, bias=True, dtype=dtype, device=device)
+
+        def summed(inputs: Share, name: str) -> SummedLinear:
+            return SummedLinear(inputs, name, size, ranks=ranks, bias=True, dtype=dtype, device=device)
 
         self._operations = operations
-        self._num_heads = config.num_heads
+        self._num_heads = heads.size
         self._scale = config.head_dim**-0.5 if config.scaled_attention else 1.0
         if config.scaled_by_layer:
             self._scale /= index + 1
         self.attention_norm = LayerNorm(size, config.norm_epsilon, dtype=dtype, device=device)
-        self.qkv = conv(size, "attn.c_attn", 3 * size)
-        self.output = conv(size, "attn.c_proj", size)
+        self.qkv = linear("attn.c_attn", values.repeated(3))
+        self.output = summed(values, "attn.c_proj")
         self.mlp_norm = LayerNorm(size, config.norm_epsilon, dtype=dtype, device=device)
-        self.up = conv(size, "mlp.c_fc", mlp_size)
-        self.down = conv(mlp_size, "mlp.c_proj", size)
+        self.up = linear("mlp.c_fc", mlp)
+        self.down = summed(mlp, "mlp.c_proj")
 
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
         """As the model's, for one block."""
         tensors = self.attention_norm.checkpoint_tensors(f"{prefix}ln_1")
         tensors |= self.mlp_norm.checkpoint_tensors(f"{prefix}ln_2")
         for linear in (self.qkv, self.output, self.up, self.down):
-            tensors |= linear.checkpoint_tensors(prefix)
+            tensors |= _transposed(linear.checkpoint_tensors(prefix))
         return tensors
 
     def __call__(self, x: Tensor, layer_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:

@@ -20,10 +20,12 @@ from kernels.cpu_decoder import DecoderLayer as DescribedLayer
 from worker.checkpoint import UnsupportedModel
 from worker.layers.attention import AttentionMetadata, attend_rotated
 from worker.layers.embedding import Embedding, Head
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, SummedLinear
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import Rope, RotaryTable
 from worker.models.rope_config import longest_context, read_rope
+from worker.ranks import ALONE, Ranks
+from worker.shares import MLP_UNIT, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,32 +129,47 @@ class LlamaForCausalLM:
         operations: what its layers compute with beside matrix products; they decide how K and V stand in a block.
         dtype: of the weights and of everything between the layers.
         device: where the weights are.
+        ranks: that share the model out.
     """
 
     def __init__(
-        self, config: LlamaConfig, *, operations: Operations, dtype: torch.dtype, device: torch.device
+        self,
+        config: LlamaConfig,
+        *,
+        operations: Operations,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
         self.operations = operations
-        self.embedding = Embedding(config.vocabulary_size, config.hidden_size, dtype=dtype, device=device)
+        self.ranks = ranks
+        self.heads = ranks.deal_heads(config.num_heads, config.num_kv_heads)
+        self.layer_indexes = ranks.place.layers(config.num_layers)
+        self.embedding = Embedding(config.vocabulary_size, config.hidden_size, ranks=ranks, dtype=dtype, device=device)
         self.layers = [
-            DecoderLayer(config, window, operations=operations, dtype=dtype, device=device) for window in config.windows
+            DecoderLayer(config, config.windows[index], operations=operations, dtype=dtype, device=device, ranks=ranks)
+            for index in self.layer_indexes
         ]
         self.norm = RMSNorm(config.hidden_size, config.norm_epsilon, operations=operations, dtype=dtype, device=device)
-        self.head = Head(config.hidden_size, config.vocabulary_size, dtype=dtype, device=device)
+        self.head = Head(config.hidden_size, config.vocabulary_size, ranks=ranks, dtype=dtype, device=device)
         if config.tied_embeddings:
             self.head.tie(self.embedding)
         self.rotary = RotaryTable(config.rope, config.head_dim, config.context_length, dtype=dtype, device=device)
         # What calls them all and computes the same, where the operations can; see `pack`.
         self.layers_at_once: CpuDecoder | None = None
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Target]:
         """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
-        tensors = {"model.embed_tokens.weight": self.embedding.weight, "model.norm.weight": self.norm.weight}
-        for index, layer in enumerate(self.layers):
+        tensors: dict[str, Target] = {}
+        place, tied = self.ranks.place, self.config.tied_embeddings
+        if place.is_first or (place.is_last and tied):
+            tensors |= self.embedding.checkpoint_tensors("model.embed_tokens.weight")
+        for index, layer in zip(self.layer_indexes, self.layers, strict=True):
             tensors |= layer.checkpoint_tensors(f"model.layers.{index}.")
-        if not self.config.tied_embeddings:
-            tensors |= self.head.checkpoint_tensors("")
+        if place.is_last:
+            tensors["model.norm.weight"] = self.norm.weight
+            tensors |= {} if tied else self.head.checkpoint_tensors("")
         return tensors
 
     def checkpoint_name(self, name: str) -> str:
@@ -168,8 +185,9 @@ class LlamaForCausalLM:
         for layer in self.layers:
             for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
                 linear.pack(self.operations)
-        self.head.pack(self.operations)
-        if self.operations.decoder is not None:
+        if self.ranks.place.is_last:
+            self.head.pack(self.operations)
+        if self.operations.decoder is not None and self.ranks.place.size == 1:
             shape = DecoderShape(
                 self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.config.norm_epsilon
             )
@@ -195,14 +213,15 @@ class LlamaForCausalLM:
             [num_tokens, hidden_size], for `head`.
         """
         rotation = self.rotary.at(positions)
-        residual = self.embedding(token_ids)
+        is_first, is_last = self.ranks.place.is_first, self.ranks.place.is_last
+        residual = self.embedding(token_ids) if is_first else self.ranks.receive(len(token_ids), self.norm.weight)
         if self.layers_at_once is not None:
             places = (metadata.slot_mapping, metadata.block_tables, metadata.query_starts, metadata.context_lengths)
             return self.layers_at_once(residual, *rotation, layer_caches, *places)
         x = torch.zeros_like(residual)  # what the layer before the first one adds
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
             x = layer(x, residual, rotation, layer_cache, metadata)
-        return self.norm.add(x, residual)
+        return self.norm.add(x, residual) if is_last else self.ranks.send(residual.add_(x))
 
 
 class DecoderLayer:
@@ -216,14 +235,15 @@ class DecoderLayer:
         operations: Operations,
         dtype: torch.dtype,
         device: torch.device,
+        ranks: Ranks,
     ) -> None:
         size, epsilon = config.hidden_size, config.norm_epsilon
         self.attention_norm = RMSNorm(size, epsilon, operations=operations, dtype=dtype, device=device)
-        self.attention = Attention(config, window, operations=operations, dtype=dtype, device=device)
+        self.attention = Attention(config, window, operations=operations, dtype=dtype, device=device, ranks=ranks)
         self.mlp_norm = RMSNorm(size, epsilon, operations=operations, dtype=dtype, device=device)
-        self.mlp = MLP(config, dtype=dtype, device=device)
+        self.mlp = MLP(config, dtype=dtype, device=device, ranks=ranks)
 
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
         """As the model's, for one layer."""
         return {
             f"{prefix}input_layernorm.weight": self.attention_norm.weight,
@@ -271,16 +291,25 @@ class Attention:
         operations: Operations,
         dtype: torch.dtype,
         device: torch.device,
+        ranks: Ranks,
     ) -> None:
         self._operations = operations
         self.window = window
-        self._num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        heads = ranks.deal_heads(config.num_heads, config.num_kv_heads)
+        self._num_kv_heads = heads.kv.size
+        queries, kv = heads.queries.times(config.head_dim), heads.kv.times(config.head_dim)
+        parts = {"q_proj": queries, "k_proj": kv, "v_proj": kv}
         self.qkv = Linear(config.hidden_size, parts, bias=config.qkv_bias, dtype=dtype, device=device)
-        output = {"o_proj": config.hidden_size}
-        self.output = Linear(q_size, output, bias=config.output_bias, dtype=dtype, device=device)
+        self.output = SummedLinear(
+            queries,
+            "o_proj",
+            config.hidden_size,
+            ranks=ranks,
+            bias=config.output_bias,
+            dtype=dtype,
+            device=device,
+        )
         self.head_norms: dict[str, RMSNorm] = {}
         if config.head_norms:
             for name in ("q_norm", "k_norm"):
@@ -288,9 +317,9 @@ class Attention:
                     config.head_dim, config.norm_epsilon, operations=operations, dtype=dtype, device=device
                 )
 
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
         """As the model's, for this part of one layer."""
-        norms = {f"{prefix}{name}.weight": norm.weight for name, norm in self.head_norms.items()}
+        norms: dict[str, Target] = {f"{prefix}{name}.weight": norm.weight for name, norm in self.head_norms.items()}
         return self.qkv.checkpoint_tensors(prefix) | self.output.checkpoint_tensors(prefix) | norms
 
     def __call__(
@@ -318,11 +347,12 @@ class Attention:
 class MLP:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
         size, bias = config.hidden_size, config.mlp_bias
-        parts = {"gate_proj": config.mlp_size, "up_proj": config.mlp_size}
+        share = ranks.deal(config.mlp_size, MLP_UNIT)
+        parts = {"gate_proj": share, "up_proj": share}
         self.gate_up = Linear(size, parts, bias=bias, dtype=dtype, device=device, gated=True)
-        self.down = Linear(config.mlp_size, {"down_proj": size}, bias=bias, dtype=dtype, device=device)
+        self.down = SummedLinear(share, "down_proj", size, ranks=ranks, bias=bias, dtype=dtype, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Like `x`, [num_tokens, hidden_size]."""

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from kernels.choice import Operations
 from worker.layers.attention import AttentionMetadata
+from worker.ranks import Ranks
+from worker.shares import Heads
 
 
 class ModelNumbers(Protocol):
@@ -41,6 +43,18 @@ class Model(Protocol):
         """The architecture's numbers."""
 
     @property
+    def ranks(self) -> Ranks:
+        """That share it out."""
+
+    @property
+    def heads(self) -> Heads:
+        """Of each layer, those of this rank."""
+
+    @property
+    def layer_indexes(self) -> range:
+        """The layers of this rank."""
+
+    @property
     def operations(self) -> Operations:
         """What its layers compute with; they decide how K and V are laid out in a block."""
 
@@ -60,7 +74,7 @@ class Model(Protocol):
             metadata: where the tokens stand in those caches.
 
         Returns:
-            [num_tokens, hidden_size], for `head`.
+            [num_tokens, hidden_size], for `head` at the last stage, and without meaning at the others.
         """
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ from worker.checkpoint import UnsupportedModel
 from worker.layers.attention import AttentionMetadata, attend
 from worker.layers.embedding import Embedding, Head
 from worker.layers.layer_norm import LayerNorm
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, SummedLinear
+from worker.ranks import ALONE, Ranks
+from worker.shares import MLP_UNIT, Share, Target
 
 # Position 0 stands in row 2 of the table: fairseq kept the rows up to its padding id for padding.
 _FIRST_POSITION = 2
@@ -92,13 +94,25 @@ class OPTForCausalLM:
         operations: what its layers compute with beside matrix products.
         dtype: of the weights and of everything between the layers.
         device: where the weights are.
+        ranks: that share the model out.
     """
 
-    def __init__(self, config: OPTConfig, *, operations: Operations, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: OPTConfig,
+        *,
+        operations: Operations,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.config = config
         self.operations = operations
+        self.ranks = ranks
+        self.heads = ranks.deal_heads(config.num_heads, config.num_heads)
+        self.layer_indexes = ranks.place.layers(config.num_layers)
         size, embedding_size = config.hidden_size, config.embedding_size
-        self.embedding = Embedding(config.vocabulary_size, embedding_size, dtype=dtype, device=device)
+        self.embedding = Embedding(config.vocabulary_size, embedding_size, ranks=ranks, dtype=dtype, device=device)
         self.positions = Embedding(_FIRST_POSITION + config.context_length, size, dtype=dtype, device=device)
         self.project_in: Linear | None = None
         self.project_out: Linear | None = None
@@ -106,26 +120,32 @@ class OPTForCausalLM:
             self.project_in = Linear(embedding_size, {"project_in": size}, bias=False, dtype=dtype, device=device)
             self.project_out = Linear(size, {"project_out": embedding_size}, bias=False, dtype=dtype, device=device)
         self.layers = [
-            DecoderLayer(config, operations=operations, dtype=dtype, device=device) for _ in range(config.num_layers)
+            DecoderLayer(config, operations=operations, dtype=dtype, device=device, ranks=ranks)
+            for _ in self.layer_indexes
         ]
         self.norm: LayerNorm | None = None
         if config.final_norm:
             self.norm = LayerNorm(size, _NORM_EPSILON, learned=config.learned_norms, dtype=dtype, device=device)
-        self.head = Head(embedding_size, config.vocabulary_size, dtype=dtype, device=device)
+        self.head = Head(embedding_size, config.vocabulary_size, ranks=ranks, dtype=dtype, device=device)
         if config.tied_embeddings:
             self.head.tie(self.embedding)
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Target]:
         """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
-        tensors = {"embed_tokens.weight": self.embedding.weight, "embed_positions.weight": self.positions.weight}
-        for projection in (self.project_in, self.project_out):
-            if projection is not None:
+        tensors: dict[str, Target] = {}
+        place, tied = self.ranks.place, self.config.tied_embeddings
+        if place.is_first or (place.is_last and tied):
+            tensors |= self.embedding.checkpoint_tensors("embed_tokens.weight")
+        if place.is_first:
+            tensors |= self.positions.checkpoint_tensors("embed_positions.weight")
+        for projection, is_here in ((self.project_in, place.is_first), (self.project_out, place.is_last)):
+            if projection is not None and is_here:
                 tensors |= projection.checkpoint_tensors("")
-        for index, layer in enumerate(self.layers):
+        for index, layer in zip(self.layer_indexes, self.layers, strict=True):
             tensors |= layer.checkpoint_tensors(f"layers.{index}.")
-        if self.norm is not None:
+        if self.norm is not None and place.is_last:
             tensors |= self.norm.checkpoint_tensors("final_layer_norm")
-        if not self.config.tied_embeddings:
+        if place.is_last and not tied:
             tensors |= self.head.checkpoint_tensors("")
         return tensors
 
@@ -145,7 +165,8 @@ class OPTForCausalLM:
         for projection in (self.project_in, self.project_out):
             if projection is not None:
                 projection.pack(self.operations)
-        self.head.pack(self.operations)
+        if self.ranks.place.is_last:
+            self.head.pack(self.operations)
 
     def __call__(
         self,
@@ -155,40 +176,55 @@ class OPTForCausalLM:
         metadata: AttentionMetadata,
     ) -> Tensor:
         """See `worker.models.model.Model`; the result is [num_tokens, embedding_size]."""
-        x = self.embedding(token_ids)  # [T, embedding_size]
-        if self.project_in is not None:
-            x = self.project_in(x)
-        x = x + self.positions(positions + _FIRST_POSITION)  # [T, E]
+        if self.ranks.place.is_first:
+            x = self._embed(token_ids, positions)  # [T, E]
+        else:
+            x = self.ranks.receive(len(token_ids), self.positions.weight)
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
             x = layer(x, layer_cache, metadata)
+        if not self.ranks.place.is_last:
+            return self.ranks.send(x)
         if self.norm is not None:
             x = self.norm(x)
         return self.project_out(x) if self.project_out is not None else x
+
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(token_ids)  # [T, embedding_size]
+        if self.project_in is not None:
+            x = self.project_in(x)
+        return x + self.positions(positions + _FIRST_POSITION)
 
 
 class DecoderLayer:
     """x += attention(norm(x)); x += mlp(norm(x)); or, in 350m, x = norm(x + attention(x)); x = norm(x + mlp(x))."""
 
-    def __init__(self, config: OPTConfig, *, operations: Operations, dtype: torch.dtype, device: torch.device) -> None:
-        size = config.hidden_size
+    def __init__(
+        self, config: OPTConfig, *, operations: Operations, dtype: torch.dtype, device: torch.device, ranks: Ranks
+    ) -> None:
+        size, mlp = config.hidden_size, ranks.deal(config.mlp_size, MLP_UNIT)
+        heads = ranks.deal_heads(config.num_heads, config.num_heads).queries
+        values = heads.times(config.head_dim)
 
-        def linear(in_features: int, outputs: dict[str, int]) -> Linear:
-            return Linear(in_features, outputs, bias=config.bias, dtype=dtype, device=device)
+        def linear(*names: str, outputs: Share) -> Linear:
+            return Linear(size, dict.fromkeys(names, outputs), bias=config.bias, dtype=dtype, device=device)
+
+        def summed(inputs: Share, name: str) -> SummedLinear:
+            return SummedLinear(inputs, name, size, ranks=ranks, bias=config.bias, dtype=dtype, device=device)
 
         def norm() -> LayerNorm:
             return LayerNorm(size, _NORM_EPSILON, learned=config.learned_norms, dtype=dtype, device=device)
 
         self._operations = operations
-        self._num_heads = config.num_heads
+        self._num_heads = heads.size
         self._scale = config.head_dim**-0.5
         self._norm_first = config.norm_first
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.qkv = linear(size, {f"self_attn.{name}": size for name in ("q_proj", "k_proj", "v_proj")})
-        self.output = linear(size, {"self_attn.out_proj": size})
-        self.up = linear(size, {"fc1": config.mlp_size})
-        self.down = linear(config.mlp_size, {"fc2": size})
+        self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", outputs=values)
+        self.output = summed(values, "self_attn.out_proj")
+        self.up = linear("fc1", outputs=mlp)
+        self.down = summed(mlp, "fc2")
 
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
         """As the model's, for one layer."""
         tensors = self.attention_norm.checkpoint_tensors(f"{prefix}self_attn_layer_norm")
         tensors |= self.mlp_norm.checkpoint_tensors(f"{prefix}final_layer_norm")

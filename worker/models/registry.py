@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor
 
 from kernels.choice import Operations, choose
 from worker.checkpoint import ModelError, UnsupportedModel
@@ -19,6 +18,8 @@ from worker.models.gpt2 import GPT2Config, GPT2ForCausalLM
 from worker.models.llama import LlamaConfig, LlamaForCausalLM
 from worker.models.model import Model, ModelNumbers
 from worker.models.opt import OPTConfig, OPTForCausalLM
+from worker.ranks import ALONE, Ranks
+from worker.shares import Target
 from worker.weights import load_weights
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class OurNumbers(ModelNumbers, Protocol):
 class OurModel(Model, Protocol):
     """A model that is filled from a checkpoint by `worker.weights`."""
 
-    def checkpoint_tensors(self) -> Mapping[str, Tensor]:
+    def checkpoint_tensors(self) -> Mapping[str, Target]:
         """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
 
     def checkpoint_name(self, name: str) -> str:
@@ -76,6 +77,7 @@ def load_model(
     context_length: int | None = None,
     cache_dtype: torch.dtype | None = None,
     wrap: Callable[[Operations], Operations] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Model:
     """The model of a checkpoint with its weights; the log says by which path, and why.
 
@@ -88,6 +90,7 @@ def load_model(
         context_length: the longest context to be served; None: as long as the model was made for.
         cache_dtype: of the cache; None: as the weights.
         wrap: given the operations that were chosen, what the model is to be built on; None: just these.
+        ranks: that share the model out.
 
     Raises:
         UnsupportedModel: neither path runs it; the message names what is supported.
@@ -113,7 +116,14 @@ def load_model(
             reason = f"our {name} can not: {problem}"
         else:
             log.info("model path: our own, since %s is one of ours", name)
-            return _fill(architecture, numbers, directory, dtype, device, choose_operations(numbers.head_dim))
+            operations = choose_operations(numbers.head_dim)
+            model = architecture.model(numbers, operations=operations, dtype=dtype, device=device, ranks=ranks)
+            return _fill(model, directory)
+    if ranks.place.size > 1:
+        raise UnsupportedModel(
+            f"{reason}, and only models of ours are shared out: --tensor-parallel-size and "
+            "--pipeline-parallel-size have to be 1"
+        )
     log.warning("model path: transformers' layers on the paged cache, slower than our own, since %s", reason)
     # Imported here and nowhere else: it takes seconds, and a worker of our own models does not need it installed.
     try:
@@ -129,15 +139,13 @@ def load_model(
         raise UnsupportedModel(f"{reason}, and transformers can not run it on the paged cache: {problem}") from problem
 
 
-def _fill(
-    architecture: Architecture,
-    numbers: OurNumbers,
-    directory: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    operations: Operations,
-) -> OurModel:
-    model = architecture.model(numbers, operations=operations, dtype=dtype, device=device)
-    load_weights(directory, model.checkpoint_tensors(), model.leaves_out, model.checkpoint_name)
+def _fill(model: OurModel, directory: Path) -> OurModel:
+    tensors = model.checkpoint_tensors()
+
+    def leaves_out(name: str) -> bool:
+        # What is not of this stage is of another one, which looks at it.
+        return model.leaves_out(name) or (model.ranks.place.num_stages > 1 and name not in tensors)
+
+    load_weights(directory, tensors, leaves_out, model.checkpoint_name)
     model.pack()
     return model

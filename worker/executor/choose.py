@@ -1,0 +1,78 @@
+"""Which executor runs a worker's ranks, and why."""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping
+
+import torch
+
+from worker.checkpoint import ModelError
+from worker.config import ExecutorName, WorkerSettings
+from worker.executor.executor import Executor
+from worker.executor.mp import MpExecutor
+from worker.executor.uni import UniExecutor
+
+log = logging.getLogger(__name__)
+
+
+def make_executor(settings: WorkerSettings) -> Executor:
+    """The one that the settings name, or the first that fits.
+
+    Raises:
+        ModelError: none does, or not the one that they name.
+    """
+    num_gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
+    name, reason = choose(settings, os.environ, num_gpus, has_ray=importlib.util.find_spec("ray") is not None)
+    log.info("executor: %s, since %s", name, reason, extra={"ranks": settings.num_ranks})
+    if name == "uni":
+        return UniExecutor(settings)
+    if name == "mp":
+        return MpExecutor(settings)
+    raise NotImplementedError
+
+
+def choose(
+    settings: WorkerSettings, environment: Mapping[str, str], num_gpus: int, *, has_ray: bool
+) -> tuple[ExecutorName, str]:
+    """An executor's name and the reason.
+
+    Args:
+        settings: of the worker.
+        environment: where torchrun says what it started.
+        num_gpus: of this host that the settings allow; 0: CPUs compute.
+        has_ray: whether the package is installed.
+
+    Raises:
+        ModelError: see `make_executor`.
+    """
+    size = settings.num_ranks
+    sizes = f"--tensor-parallel-size x --pipeline-parallel-size is {size}"
+    under_torchrun = "RANK" in environment and "WORLD_SIZE" in environment
+    match settings.executor:
+        case "auto":
+            pass
+        case "uni" if size > 1:
+            raise ModelError(f"--executor uni is one rank, and {sizes}: leave --executor out")
+        case "external" if not under_torchrun:
+            raise ModelError(
+                "--executor external is for processes that torchrun starts, which sets RANK and WORLD_SIZE"
+            )
+        case "ray" if not has_ray:
+            raise ModelError("--executor ray wants the package: pip install 'pagewire[ray]'")
+        case name:
+            return name, "--executor says so"
+    if under_torchrun and settings.executor == "auto":
+        return "external", "torchrun has started this process"
+    if size == 1:
+        return "uni", "there is one rank"
+    if settings.ray_address and has_ray:
+        return "ray", "--ray-address names a cluster"
+    if num_gpus == 0 or num_gpus >= size:
+        return "mp", "all ranks have room on this host"
+    if has_ray:
+        return "ray", f"{size} ranks want a GPU each, and this host has {num_gpus}"
+    raise ModelError(
+        f"{sizes}, and this host has {num_gpus} GPUs: lower the sizes, or install Ray for more hosts: "
+        "pip install 'pagewire[ray]'"
+    )

@@ -1,0 +1,245 @@
+"""Ranks as processes of this host. This process, the front, computes nothing.
+
+Steps go to all ranks through memory that they share (`ring.py`); rank 0 answers through a pipe. Ranks die with the
+front, and when one of them ends or is stopped, the front ends the others: within a fraction of a second all is over, and
+the supervisor starts it anew.
+"""
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
+
+from torch.distributed import TCPStore
+
+from protos.process import calm_collector, start_logging
+from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoResponse
+from worker.checkpoint import ModelError
+from worker.config import WorkerSettings
+from worker.executor.executor import RankLost
+from worker.executor.rank import Outcome, Rank
+from worker.executor.ring import RingReader, RingWriter
+from worker.inputs import MalformedStep
+from worker.ranks import Host, Place
+
+_HOST = "127.0.0.1"
+# How often the front looks whether a rank was stopped by a signal; that one has ended it is told at once.
+_LOOK_S = 0.25
+_PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
+
+
+class MpExecutor:
+    """See `Executor`.
+
+    Args:
+        settings: of the worker, with the number of ranks.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._processes: list[BaseProcess] = []
+        self._steps: RingWriter | None = None
+        # From each rank, what it tells.
+        self._told: list[Connection] = []
+        self._num_launched = 0
+        self._num_answered = 0
+        self._loss: str | None = None
+
+    def load(self, on_lost: Callable[[], None]) -> GetInfoResponse:
+        """See `Executor`. Ranks are children of the thread that calls, and die with it."""
+        size = self._settings.num_ranks
+        store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe(duplex=False) for _ in range(size)]
+        self._steps = RingWriter([writer for _, writer in pipes])
+        for rank, (places, _) in enumerate(pipes):
+            told, tell = context.Pipe(duplex=False)
+            place = Place(rank, self._settings.tensor_parallel_size, self._settings.pipeline_parallel_size)
+            start = _Start(self._settings.model_dump_json(), place, store.port, os.getpid())
+            arguments = (start, DupFd(self._steps.descriptor), places, tell)
+            process = context.Process(target=_run, args=arguments, name=f"rank {rank}", daemon=True)
+            process.start()
+            places.close()
+            tell.close()
+            self._processes.append(process)
+            self._told.append(told)
+        threading.Thread(target=self._watch, args=(on_lost,), name="watch", daemon=True).start()
+        return self._wait_for_infos()
+
+    def launch(self, request: ExecuteModelRequest) -> "_Answer":
+        """See `Executor`."""
+        assert self._steps is not None, "not loaded"
+        message = request.SerializeToString()
+        try:
+            self._steps.write(message)
+        except ValueError as error:
+            raise MalformedStep("block_tables", str(error)) from error
+        except OSError as error:
+            raise self._lost() from error
+        self._num_launched += 1
+        return _Answer(self, self._num_launched)
+
+    def is_usable(self) -> bool:
+        """See `Executor`."""
+        return self._loss is None
+
+    def answer(self, number: int) -> Outcome:
+        """What rank 0 tells of the step that was launched as the `number`th; those before are passed over."""
+        try:
+            while True:
+                message = self._told[0].recv_bytes()
+                self._num_answered += 1
+                if self._num_answered == number:
+                    return _read_outcome(message)
+        except (EOFError, OSError) as error:
+            raise self._lost() from error
+
+    def _wait_for_infos(self) -> GetInfoResponse:
+        """Rank 0's, once all ranks are ready."""
+        info = GetInfoResponse()
+        missing = dict(zip(self._told, range(len(self._told)), strict=True))
+        while missing:
+            for told in wait(list(missing)):
+                assert isinstance(told, Connection)
+                try:
+                    tag, text = _untag(told.recv_bytes())
+                except (EOFError, OSError) as error:
+                    raise self._lost() from error
+                if tag != _INFO:
+                    self._end(f"rank {missing[told]} can not load the model")
+                    raise ModelError(text.decode()) if tag == _MODEL_ERROR else RankLost(text.decode())
+                if missing.pop(told) == 0:
+                    info.ParseFromString(text)
+        return info
+
+    def _watch(self, on_lost: Callable[[], None]) -> None:
+        """Ends all ranks when one of them has ended or was stopped."""
+        while (loss := _loss(self._processes)) is None:
+            wait([process.sentinel for process in self._processes], timeout=_LOOK_S)
+        self._end(loss)
+        on_lost()
+
+    def _end(self, loss: str) -> None:
+        if self._loss is None:
+            self._loss = loss
+            log.error("ranks lost: %s", loss)
+        for process in self._processes:
+            process.kill()
+
+    def _lost(self) -> RankLost:
+        """Why a pipe ended: the watch is about to say so, if it has not."""
+        wait([process.sentinel for process in self._processes], timeout=_LOOK_S)
+        return RankLost(self._loss or _loss(self._processes) or "a rank closed its pipe")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Of a step; see `Answer`. Those of the same executor are asked for in order."""
+
+    executor: MpExecutor
+    number: int
+
+    @property
+    def is_finished(self) -> bool:
+        """See `Answer`: nobody knows."""
+        return False
+
+    def result(self) -> ExecuteModelResponse:
+        """See `Answer`."""
+        outcome = self.executor.answer(self.number)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def _loss(processes: Sequence[BaseProcess]) -> str | None:
+    """Which rank ended, or was stopped, and how; None while all go on."""
+    for process in processes:
+        if (code := process.exitcode) is not None:
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            return f"{process.name} {how}"
+        assert process.pid is not None
+        stopped = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        if stopped is not None:
+            return f"{process.name} was stopped by {signal.Signals(stopped.si_status).name}"
+    return None
+
+
+# In front of what a rank tells.
+_INFO, _RESPONSE, _MALFORMED, _MODEL_ERROR, _FAILURE = b"I", b"R", b"M", b"E", b"F"
+
+
+def _untag(message: bytes) -> tuple[bytes, bytes]:
+    return message[:1], message[1:]
+
+
+def _tag_outcome(outcome: Outcome) -> bytes:
+    match outcome:
+        case ExecuteModelResponse():
+            return _RESPONSE + outcome.SerializeToString()
+        case MalformedStep():
+            return _MALFORMED + f"{outcome.field}\n{outcome.description}".encode()
+    return _FAILURE + repr(outcome).encode()
+
+
+def _read_outcome(message: bytes) -> Outcome:
+    tag, text = _untag(message)
+    if tag == _RESPONSE:
+        return ExecuteModelResponse.FromString(text)
+    if tag == _MALFORMED:
+        return MalformedStep(*text.decode().split("\n", 1))
+    return RankLost(text.decode())
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a rank is told when it is spawned.
+
+    Attributes:
+        settings: of the worker, JSON.
+        place: where it stands.
+        port: of the store.
+        front: the front's pid.
+    """
+
+    settings: str
+    place: Place
+    port: int
+    front: int
+
+
+def _run(start: _Start, descriptor: DupFd, places: Connection, tell: Connection) -> None:
+    """The life of a rank's process."""
+    # The front ends it, and what ends the front ends it too: a signal to the group of processes is for the front alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != start.front:
+        os._exit(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    settings = WorkerSettings.model_validate_json(start.settings)
+    start_logging(f"rank {start.place.rank}", settings)
+    try:
+        store = TCPStore(_HOST, start.port, is_master=False)
+        rank = Rank(settings, start.place, Host(start.place.rank, start.place.size), store)
+        info = rank.load()
+        steps = RingReader(descriptor.detach(), start.place.rank, places)
+        calm_collector()
+        tell.send_bytes(_INFO + info.SerializeToString())
+        rank.run(
+            steps.read, (lambda outcome: tell.send_bytes(_tag_outcome(outcome))) if start.place.rank == 0 else None
+        )
+    except ModelError as error:
+        tell.send_bytes(_MODEL_ERROR + str(error).encode())
+    except Exception:
+        log.exception("rank failed")
+    os._exit(1)

@@ -1,0 +1,92 @@
+"""What a rank does wherever it runs: meets the others, loads its share of the model, runs the steps that all run."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from torch import distributed
+
+from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoResponse
+from worker.config import WorkerSettings
+from worker.inputs import MalformedStep
+from worker.loading import LoadedWorker, load_worker, prepare_device
+from worker.ranks import Host, Place, Ranks
+from worker.step_in_flight import StepInFlight
+
+log = logging.getLogger(__name__)
+
+# What became of a step; or why nothing did, which for a malformed one is not the rank's fault.
+Outcome = ExecuteModelResponse | Exception
+# The others load for as long as this, when this one has.
+_MEETING_S = 600.0
+
+
+class Rank:
+    """One of the ranks of a worker.
+
+    Args:
+        settings: of the worker.
+        place: where this one stands.
+        host: what of its host is this one's.
+        store: that all ranks look into to find each other.
+    """
+
+    def __init__(self, settings: WorkerSettings, place: Place, host: Host, store: distributed.Store) -> None:
+        self._settings, self._place, self._host, self._store = settings, place, host, store
+        self._loaded: LoadedWorker | None = None
+
+    def load(self) -> GetInfoResponse:
+        """Meets the others and loads; see `Executor.load`."""
+        device = prepare_device(self._settings, self._host)
+        timeout_s = max(_MEETING_S, self._settings.hang_timeout_s)
+        ranks = Ranks.join(self._place, self._store, device, timeout_s)
+        self._loaded = load_worker(self._settings, ranks, self._host)
+        threading.Thread(target=self._loaded.runner.populate_cache, name="populate", daemon=True).start()
+        return self._loaded.info
+
+    def launch(self, message: bytes) -> "StepInFlight | MalformedStep":
+        """Gives the device one step.
+
+        Raises:
+            MalformedStep: stages look at different things in it, so the others may have begun.
+        """
+        assert self._loaded is not None, "not loaded"
+        try:
+            return self._loaded.runner.launch(ExecuteModelRequest.FromString(message))
+        except MalformedStep as error:
+            if self._place.num_stages > 1:
+                raise
+            return error
+
+    def run(self, steps: Callable[[], bytes | None], answer: Callable[[Outcome], None] | None) -> None:
+        """Runs steps until there are no more; the next one is read while the device is at those before.
+
+        Args:
+            steps: the next one, when it is there; None: there are no more.
+            answer: what is told of the outcome of each, by any thread but in order; None: nobody asks this rank.
+        """
+        waiting: queue.Queue[StepInFlight | MalformedStep] = queue.Queue()
+
+        def wait(answer: Callable[[Outcome], None]) -> None:
+            while True:
+                answer(_outcome(waiting.get()))
+                waiting.task_done()
+
+        if answer is not None:
+            threading.Thread(target=wait, args=(answer,), name="result", daemon=True).start()
+        while (message := steps()) is not None:
+            step = self.launch(message)
+            if answer is None:
+                continue
+            if waiting.unfinished_tasks == 0 and (isinstance(step, MalformedStep) or step.is_finished):
+                answer(_outcome(step))  # what a thread takes to wake up is a good part of a short step
+            else:
+                waiting.put(step)
+
+
+def _outcome(step: StepInFlight | MalformedStep) -> Outcome:
+    try:
+        return step if isinstance(step, MalformedStep) else step.result()
+    except Exception as error:
+        return error

@@ -1,0 +1,93 @@
+"""Messages from one process to several through memory that they share: written once, whoever reads them.
+
+The memory holds messages one behind the other, and begins again at its start. A pipe to each reader carries only where
+a message stands, which wakes the reader up, and ends when the writer does. Each reader tells how far it has read by a
+number in the shared memory that nobody else writes. The memory has no name, so nothing of it outlives the processes.
+"""
+
+import mmap
+import os
+import struct
+import time
+from multiprocessing.connection import Connection
+
+# Pages are taken when they are first written. A step of a thousand sequences of a thousand blocks each takes 4 MiB.
+CAPACITY_BYTES = 32 << 20
+_FULL_POLL_S = 0.0005
+_COUNTER = struct.Struct("<Q")
+_PLACE = struct.Struct("<QQ")
+
+
+class RingWriter:
+    """The one that writes.
+
+    Args:
+        readers: the writing end of the pipe to each of them.
+        capacity_bytes: of the messages that not all of them have read.
+
+    Attributes:
+        descriptor: of the memory, for the readers.
+    """
+
+    def __init__(self, readers: list[Connection], capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self._readers = readers
+        self._capacity = capacity_bytes
+        self.descriptor = os.memfd_create("steps")
+        os.ftruncate(self.descriptor, capacity_bytes + len(readers) * _COUNTER.size)
+        self._memory = mmap.mmap(self.descriptor, 0)
+        # Bytes written since the beginning, with those that were passed over at the end of the memory.
+        self._written = 0
+
+    def write(self, message: bytes) -> None:
+        """Sends a message to all readers; waits while they have not read enough for there to be room.
+
+        Raises:
+            ValueError: it is larger than the memory.
+            OSError: a reader is gone.
+        """
+        if len(message) > self._capacity:
+            raise ValueError(f"a message of {len(message):,} bytes; there is room for {self._capacity:,}")
+        start = self._written
+        if start % self._capacity + len(message) > self._capacity:
+            start += self._capacity - start % self._capacity
+        end = start + len(message)
+        while end - self._least_read() > self._capacity:
+            time.sleep(_FULL_POLL_S)
+        offset = start % self._capacity
+        self._memory[offset : offset + len(message)] = message
+        self._written = end
+        for reader in self._readers:
+            reader.send_bytes(_PLACE.pack(start, len(message)))
+
+    def _least_read(self) -> int:
+        return min(
+            _COUNTER.unpack_from(self._memory, self._capacity + index * _COUNTER.size)[0]
+            for index in range(len(self._readers))
+        )
+
+
+class RingReader:
+    """One of those that read.
+
+    Args:
+        descriptor: of the writer's memory.
+        index: among the readers.
+        places: the reading end of this one's pipe.
+        capacity_bytes: as the writer has it.
+    """
+
+    def __init__(self, descriptor: int, index: int, places: Connection, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self._memory = mmap.mmap(descriptor, 0)
+        self._capacity, self._index, self._places = capacity_bytes, index, places
+
+    def read(self) -> bytes:
+        """The next message, when it is there.
+
+        Raises:
+            EOFError: the writer is gone.
+        """
+        start, length = _PLACE.unpack(self._places.recv_bytes())
+        offset = start % self._capacity
+        message = self._memory[offset : offset + length]
+        _COUNTER.pack_into(self._memory, self._capacity + self._index * _COUNTER.size, start + length)
+        return message

@@ -1,0 +1,33 @@
+"""One rank, on the threads of the worker's own process."""
+
+import threading
+from collections.abc import Callable
+
+from protos.worker_pb2 import ExecuteModelRequest, GetInfoResponse
+from worker.config import WorkerSettings
+from worker.loading import LoadedWorker, load_worker
+from worker.step_in_flight import StepInFlight
+
+
+class UniExecutor:
+    """See `Executor`."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._loaded: LoadedWorker | None = None
+
+    def load(self, on_lost: Callable[[], None]) -> GetInfoResponse:
+        """See `Executor`; nothing but a step tells of a lost device."""
+        self._loaded = load_worker(self._settings)
+        # Beside the first steps, if there are any so soon.
+        threading.Thread(target=self._loaded.runner.populate_cache, name="populate", daemon=True).start()
+        return self._loaded.info
+
+    def launch(self, request: ExecuteModelRequest) -> StepInFlight:
+        """See `Executor`."""
+        assert self._loaded is not None, "not loaded"
+        return self._loaded.runner.launch(request)
+
+    def is_usable(self) -> bool:
+        """See `Executor`."""
+        return self._loaded is not None and self._loaded.runner.is_usable()

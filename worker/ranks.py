@@ -1,0 +1,180 @@
+"""What one rank knows of the others, and what it says to them in the middle of a forward pass.
+
+A model is cut twice: each layer over the ranks of a tensor group (`shares.py`), and the layers over stages (GPipe:
+Huang et al. 2019, arXiv:1811.06965). All ranks run the same steps in the same order, so no rank has to be told what the
+others are about to say. Rank 0 samples and answers, so it belongs to the last stage: stages count against ranks.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+import torch
+from torch import Tensor, distributed
+
+from worker.checkpoint import ModelError
+from worker.shares import Heads, Share, deal, deal_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands.
+
+    Attributes:
+        rank: 0-based.
+        tensor_size: ranks that a layer is dealt out to.
+        num_stages: that the layers are dealt out to.
+    """
+
+    rank: int = 0
+    tensor_size: int = 1
+    num_stages: int = 1
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.tensor_size * self.num_stages
+
+    @property
+    def tensor_rank(self) -> int:
+        """Its number in its tensor group."""
+        return self.rank % self.tensor_size
+
+    @property
+    def stage(self) -> int:
+        """0 embeds, the last one samples."""
+        return self.num_stages - 1 - self.rank // self.tensor_size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it samples."""
+        return self.stage == self.num_stages - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Its layers.
+
+        Raises:
+            ModelError: there are fewer layers than stages.
+        """
+        if num_layers < self.num_stages:
+            raise ModelError(f"--pipeline-parallel-size is {self.num_stages}, but the model has {num_layers} layers")
+        (bounds,) = deal(num_layers, self.stage, self.num_stages).ranges
+        return range(*bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What of its host is a rank's.
+
+    Attributes:
+        index: of this rank among those of the host, and of its GPU.
+        num_ranks: of the host.
+    """
+
+    index: int = 0
+    num_ranks: int = 1
+
+    def cores(self, all_of_them: Iterable[int]) -> list[int]:
+        """This rank's cores; where there are fewer than ranks, it shares one."""
+        cores = sorted(all_of_them)
+        return cores[self.index :: self.num_ranks] or [cores[self.index % len(cores)]]
+
+
+WHOLE_HOST = Host()
+
+
+class Ranks:
+    """A rank among its group; alone, it says nothing to anybody.
+
+    Attributes:
+        place: of this rank.
+    """
+
+    def __init__(self, place: Place, group: distributed.ProcessGroup | None = None) -> None:
+        self.place = place
+        # Of the ranks that hold parts of the same layers.
+        self._tensor_group = group
+
+    @classmethod
+    def join(cls, place: Place, store: distributed.Store, device: torch.device, timeout_s: float) -> Self:
+        """Meets the others; returns when all are there.
+
+        Args:
+            place: of this rank.
+            store: that all of them look into.
+            device: that this rank computes on.
+            timeout_s: that the others may take to come, and for each thing that they have to say.
+        """
+        if place.size == 1:
+            return cls(place)
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        firsts = range(0, place.size, place.tensor_size)
+        groups = [distributed.new_group(range(first, first + place.tensor_size)) for first in firsts]
+        return cls(place, groups[place.rank // place.tensor_size] if place.tensor_size > 1 else None)
+
+    def deal(self, total: int, unit: int = 1) -> Share:
+        """This rank's part of a layer's dimension; see `shares.deal`."""
+        return deal(total, self.place.tensor_rank, self.place.tensor_size, unit)
+
+    def deal_heads(self, num_heads: int, num_kv_heads: int) -> Heads:
+        """This rank's heads; see `shares.deal_heads`."""
+        return deal_heads(num_heads, num_kv_heads, self.place.tensor_rank, self.place.tensor_size)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of what the ranks of a layer have; `x` is overwritten."""
+        if self._tensor_group is not None:
+            distributed.all_reduce(x, group=self._tensor_group)
+        return x
+
+    def gather(self, x: Tensor, share: Share) -> Tensor:
+        """[n, share.size] of each rank, side by side in the order of the ranks: [n, share.total]."""
+        if self._tensor_group is None:
+            return x
+        size = self.place.tensor_size
+        sizes = [deal(share.total, rank, size).size for rank in range(size)]
+        padded = x.new_zeros(len(x), max(sizes))
+        padded[:, : x.shape[1]] = x
+        parts = [torch.empty_like(padded) for _ in sizes]
+        distributed.all_gather(parts, padded, group=self._tensor_group)
+        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
+
+    def agree(self, x: Tensor) -> Tensor:
+        """What the first rank of a layer has, at all of them; `x` is overwritten."""
+        if self._tensor_group is not None:
+            first = self.place.rank - self.place.tensor_rank
+            distributed.broadcast(x, first, group=self._tensor_group)
+        return x
+
+    def receive(self, num_tokens: int, like: Tensor) -> Tensor:
+        """Hidden states from the stage before this one, [num_tokens, hidden_size]; like: [..., hidden_size]."""
+        x = like.new_empty(num_tokens, like.shape[-1])
+        distributed.recv(x, self.place.rank + self.place.tensor_size)
+        return x
+
+    def send(self, x: Tensor) -> Tensor:
+        """Gives hidden states to the stage behind this one, and gives them back."""
+        distributed.send(x.contiguous(), self.place.rank - self.place.tensor_size)
+        return x
+
+    def least(self, *values: int) -> list[int]:
+        """The least that any rank has of each of `values`."""
+        if self.place.size == 1:
+            return list(values)
+        least = torch.tensor(values, dtype=torch.int64)
+        distributed.all_reduce(least, distributed.ReduceOp.MIN)
+        return [int(value) for value in least]
+
+
+ALONE = Ranks(Place())
