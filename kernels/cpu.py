@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels import build, cpu_decoder, cpu_linear, reference
+from kernels import build, cpu_decoder, cpu_linear, cpu_meeting, reference
 from kernels.batch_bounds import BatchBounds
 from kernels.cpu_decoder import CpuDecoder, DecoderLayer, DecoderShape
 from kernels.cpu_forms import (
@@ -34,6 +34,7 @@ from kernels.cpu_forms import (
     misfit_slot,
 )
 from kernels.cpu_linear import CpuLinear, Panels, coded, packed_as_int8, packed_plainly
+from kernels.cpu_meeting import CpuMeeting
 from kernels.forms import check_attention, check_dtypes, check_sampling, form
 
 _THREADS = (c_void_p, c_int)
@@ -95,6 +96,8 @@ class CpuKernels:
         self._linear = function("linear", cpu_linear.ARGUMENTS, c_int)
         self._encode = function("encode", cpu_linear.ENCODE, c_int64)
         self._decode = function("decode", cpu_decoder.ARGUMENTS, c_int)
+        self._sum_shares = function("sum_shares", cpu_meeting.SUM, c_int)
+        self._gather_shares = function("gather_shares", cpu_meeting.GATHER, c_int)
 
     def paged_attention(
         self,
@@ -327,6 +330,11 @@ class CpuKernels:
         if not all(isinstance(part, CpuLinear) for part in parts):
             return None
         return CpuDecoder(self._run_decoder, shape, layers, norm)
+
+    def meeting(self, descriptor: int, rank: int, size: int, timeout_s: float) -> CpuMeeting:
+        """A place to meet the other processes of this host; see `CpuMeeting`."""
+        functions = (self._sum_shares, self._gather_shares)
+        return CpuMeeting(*functions, descriptor=descriptor, rank=rank, size=size, timeout_s=timeout_s)
 
     def _run_decoder(self, decoder: ctypes.Structure, step: ctypes.Structure) -> int:
         threads = (self._region, self._team_size, self._num_threads)

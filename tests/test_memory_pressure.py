@@ -6,18 +6,13 @@ against Hugging Face's as well.
 """
 
 import random
-from array import array
-from collections import deque
 from pathlib import Path
 
 import pytest
+from deployment import Deployment
 
-from protos.sampling_pb2 import Sampling
 from scheduler.beam import BeamParams, EarlyStopping
-from scheduler.block_manager import BlockManager
-from scheduler.plan import Plan, StepResult, to_request, to_result
-from scheduler.policy import Policy, PreemptionMode
-from scheduler.scheduler import Scheduler
+from scheduler.policy import PreemptionMode
 from scheduler.sequence import SequenceGroup
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -43,47 +38,12 @@ def weights(model_dir):
     return load_weights(model_dir)
 
 
-class Deployment:
+def start(weights, *, num_blocks=AMPLE, num_swap_blocks=0, budget=512, **policy) -> Deployment:
     """A core and a model runner, face to face."""
+    from real_worker import start_runner
 
-    def __init__(self, weights, *, num_blocks=AMPLE, num_swap_blocks=0, budget=512, **policy) -> None:
-        from real_worker import start_runner
-
-        options = {"max_num_seqs": min(128, budget), "max_waiting_requests": 100, "watermark": 0.0} | policy
-        worker = start_runner(
-            weights, num_blocks=num_blocks, num_cpu_blocks=num_swap_blocks, max_num_batched_tokens=budget
-        )
-        self.runner = worker.runner
-        self.core = Scheduler(Policy(budget, **options), BlockManager(num_blocks, 16, num_swap_blocks))
-        self.max_num_held = 0
-        self._answers: deque[tuple[Plan, StepResult]] = deque()
-
-    def submit(self, place: int, prompt: list[int], n=1, beam: BeamParams | None = None, **sampling) -> SequenceGroup:
-        return self.core.submit(
-            request_id=str(place),
-            prompt_token_ids=array("i", prompt),
-            n=n,
-            max_tokens=NUM_TOKENS,
-            stop_token_ids=[EOS],
-            beam=beam,
-            sampling=Sampling(
-                top_p=sampling.pop("top_p", 1.0), stop_token_ids=[EOS], num_prompt_tokens=len(prompt), **sampling
-            ),
-            now=float(place),
-        )
-
-    def step(self) -> None:
-        """Plans a step; takes the answer to the oldest if no more may be in flight, or there was nothing to plan."""
-        plan = self.core.schedule(1000.0)
-        self.core.check()
-        if plan.rows:
-            response = self.runner.execute(to_request(plan, epoch=0))
-            assert not response.failed_samples
-            self._answers.append((plan, to_result(response)))
-        if not plan.rows or len(self._answers) == self.core.policy.max_steps_in_flight:
-            self.core.update(*self._answers.popleft())
-            self.core.check()
-        self.max_num_held = max(self.max_num_held, self.core.blocks.num_held)
+    worker = start_runner(weights, num_blocks=num_blocks, num_cpu_blocks=num_swap_blocks, max_num_batched_tokens=budget)
+    return Deployment(worker.runner.execute, num_blocks, num_swap_blocks, budget=budget, **policy)
 
 
 def mixed(deployment: Deployment, tokenizer) -> list[SequenceGroup]:
@@ -122,7 +82,7 @@ def answers(deployment: Deployment, tokenizer, preempt_share: float = 0.0) -> li
 @pytest.fixture(scope="module")
 def ample(weights, tokenizer):
     """What the requests give when nothing is short, and the blocks that they took."""
-    deployment = Deployment(weights)
+    deployment = start(weights)
     outputs = answers(deployment, tokenizer)
     assert deployment.core.num_preemptions == 0
     assert deployment.core.num_found_tokens > 0
@@ -133,7 +93,7 @@ def ample(weights, tokenizer):
 def test_a_tenth_of_the_blocks_changes_no_token(weights, tokenizer, ample, depth):
     expected, num_blocks = ample
     options = {"preemption_mode": PreemptionMode.RECOMPUTE, "max_steps_in_flight": depth}
-    deployment = Deployment(weights, num_blocks=num_blocks // 10, **options)
+    deployment = start(weights, num_blocks=num_blocks // 10, **options)
     assert answers(deployment, tokenizer) == expected
     assert deployment.core.num_preemptions > 0
     assert deployment.core.num_swap_outs == 0
@@ -143,30 +103,30 @@ def test_a_tenth_of_the_blocks_changes_no_token(weights, tokenizer, ample, depth
 def test_swapping_changes_no_token(weights, tokenizer, ample, depth):
     expected, num_blocks = ample
     options = {"preemption_mode": PreemptionMode.SWAP, "max_steps_in_flight": depth}
-    deployment = Deployment(weights, num_blocks=num_blocks // 10, num_swap_blocks=num_blocks, **options)
+    deployment = start(weights, num_blocks=num_blocks // 10, num_swap_blocks=num_blocks, **options)
     assert answers(deployment, tokenizer) == expected
     assert deployment.core.num_swap_outs == deployment.core.num_swap_ins > 0
 
 
 def test_computing_every_prefix_anew_changes_no_token(weights, tokenizer, ample):
-    deployment = Deployment(weights, prefix_caching=False)
+    deployment = start(weights, prefix_caching=False)
     assert answers(deployment, tokenizer) == ample[0]
     assert deployment.core.num_found_tokens == 0
 
 
 @pytest.mark.parametrize("budget", [8, 64])
 def test_the_size_of_chunks_changes_no_token(weights, tokenizer, ample, budget):
-    assert answers(Deployment(weights, budget=budget), tokenizer) == ample[0]
+    assert answers(start(weights, budget=budget), tokenizer) == ample[0]
 
 
 def test_classic_steps_change_no_token(weights, tokenizer, ample):
-    assert answers(Deployment(weights, chunked_prefill=False), tokenizer) == ample[0]
+    assert answers(start(weights, chunked_prefill=False), tokenizer) == ample[0]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_preempting_anyone_at_any_step_changes_no_token(weights, tokenizer, ample, mode, depth):
-    deployment = Deployment(weights, num_swap_blocks=AMPLE, preemption_mode=mode, max_steps_in_flight=depth)
+    deployment = start(weights, num_swap_blocks=AMPLE, preemption_mode=mode, max_steps_in_flight=depth)
     assert answers(deployment, tokenizer, preempt_share=0.3) == ample[0]
     assert deployment.core.num_preemptions > 100
 
@@ -183,7 +143,7 @@ def reference(model_dir):
 )
 def test_beams_are_hugging_faces(weights, tokenizer, reference, early_stopping, told, length_penalty):
     width = 4
-    deployment = Deployment(weights)
+    deployment = start(weights)
     prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS[:10]]
     params = BeamParams(width, length_penalty, early_stopping)
     groups = [deployment.submit(place, prompt, n=width, beam=params) for place, prompt in enumerate(prompts)]

@@ -13,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor, distributed
 
+from kernels.cpu_meeting import CpuMeeting
 from worker.checkpoint import ModelError
 from worker.shares import Heads, Share, deal, deal_heads
 
@@ -96,13 +97,22 @@ class Ranks:
         place: of this rank.
     """
 
-    def __init__(self, place: Place, group: distributed.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, place: Place, group: distributed.ProcessGroup | None = None, meeting: CpuMeeting | None = None
+    ) -> None:
         self.place = place
-        # Of the ranks that hold parts of the same layers.
-        self._tensor_group = group
+        # Of the ranks that hold parts of the same layers; and what is faster, where they have it.
+        self._tensor_group, self._meeting = group, meeting
 
     @classmethod
-    def join(cls, place: Place, store: distributed.Store, device: torch.device, timeout_s: float) -> Self:
+    def join(
+        cls,
+        place: Place,
+        store: distributed.Store,
+        device: torch.device,
+        timeout_s: float,
+        meeting: CpuMeeting | None = None,
+    ) -> Self:
         """Meets the others; returns when all are there.
 
         Args:
@@ -110,6 +120,7 @@ class Ranks:
             store: that all of them look into.
             device: that this rank computes on.
             timeout_s: that the others may take to come, and for each thing that they have to say.
+            meeting: for the CPUs of one host: of this rank's tensor group.
         """
         if place.size == 1:
             return cls(place)
@@ -122,7 +133,7 @@ class Ranks:
         )
         firsts = range(0, place.size, place.tensor_size)
         groups = [distributed.new_group(range(first, first + place.tensor_size)) for first in firsts]
-        return cls(place, groups[place.rank // place.tensor_size] if place.tensor_size > 1 else None)
+        return cls(place, groups[place.rank // place.tensor_size] if place.tensor_size > 1 else None, meeting)
 
     def deal(self, total: int, unit: int = 1) -> Share:
         """This rank's part of a layer's dimension; see `shares.deal`."""
@@ -134,7 +145,9 @@ class Ranks:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what the ranks of a layer have; `x` is overwritten."""
-        if self._tensor_group is not None:
+        if self._meeting is not None:
+            self._meeting.sum(x)
+        elif self._tensor_group is not None:
             distributed.all_reduce(x, group=self._tensor_group)
         return x
 
@@ -144,6 +157,8 @@ class Ranks:
             return x
         size = self.place.tensor_size
         sizes = [deal(share.total, rank, size).size for rank in range(size)]
+        if self._meeting is not None:
+            return self._meeting.gather(x, sizes)
         padded = x.new_zeros(len(x), max(sizes))
         padded[:, : x.shape[1]] = x
         parts = [torch.empty_like(padded) for _ in sizes]
@@ -151,8 +166,10 @@ class Ranks:
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
 
     def agree(self, x: Tensor) -> Tensor:
-        """What the first rank of a layer has, at all of them; `x` is overwritten."""
-        if self._tensor_group is not None:
+        """What the first rank of a layer has, at all of them; x: [n], overwritten."""
+        if self._meeting is not None:
+            x.copy_(self._meeting.gather(x[:, None], [1] * self.place.tensor_size)[:, 0])
+        elif self._tensor_group is not None:
             first = self.place.rank - self.place.tensor_rank
             distributed.broadcast(x, first, group=self._tensor_group)
         return x

@@ -6,6 +6,7 @@
 #include "cache.hpp"
 #include "decoder.hpp"
 #include "linear.hpp"
+#include "meeting.hpp"
 #include "pointwise.hpp"
 #include "sampling.hpp"
 #include "scores.hpp"
@@ -108,6 +109,21 @@ EXPORT(int, sample_tokens)(
     };
     run_on({region, num_threads}, num_rows > 1, sample_rows, &job);
     return job.out_of_memory ? -2 : -1;
+}
+
+EXPORT(int, sum_shares)(const Meeting* meeting, Dtype dtype, void* x, int64_t count) {
+    int missing = -1;
+    with_element(dtype, [&](auto element) {
+        using Element = decltype(element);
+        missing = sum_shares<Element>(*meeting, static_cast<typename Element::Value*>(x), count);
+    });
+    return missing;
+}
+
+EXPORT(int, gather_shares)(
+    const Meeting* meeting, const char* x, char* out, int64_t num_rows, const int64_t* row_bytes
+) {
+    return gather_shares(*meeting, x, out, num_rows, row_bytes);
 }
 
 EXPORT(int, decode)(

@@ -56,3 +56,6 @@ class Executor(Protocol):
 
     def is_usable(self) -> bool:
         """Whether steps can still be run, after one that failed."""
+
+    def close(self) -> None:
+        """Ends the ranks that are not this process; no step is launched any more."""

@@ -1,10 +1,11 @@
 """Ranks as processes of this host. This process, the front, computes nothing.
 
 Steps go to all ranks through memory that they share (`ring.py`); rank 0 answers through a pipe. Ranks die with the
-front, and when one of them ends or is stopped, the front ends the others: within a fraction of a second all is over, and
-the supervisor starts it anew.
+front, and when one of them ends or is stopped, the front ends the others and itself, within a fraction of a second; who
+started it starts it anew.
 """
 
+import contextlib
 import ctypes
 import logging
 import multiprocessing
@@ -16,9 +17,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
+from typing import Any
 
 from torch.distributed import TCPStore
 
+from kernels.cpu_meeting import shared_memory
 from protos.process import calm_collector, start_logging
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoResponse
 from worker.checkpoint import ModelError
@@ -61,11 +64,14 @@ class MpExecutor:
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         self._steps = RingWriter([writer for _, writer in pipes])
+        tensor_size, num_stages = self._settings.tensor_parallel_size, self._settings.pipeline_parallel_size
+        meetings = [shared_memory(tensor_size) for _ in range(num_stages)]
         for rank, (places, _) in enumerate(pipes):
             told, tell = context.Pipe(duplex=False)
-            place = Place(rank, self._settings.tensor_parallel_size, self._settings.pipeline_parallel_size)
+            place = Place(rank, tensor_size, num_stages)
             start = _Start(self._settings.model_dump_json(), place, store.port, os.getpid())
-            arguments = (start, DupFd(self._steps.descriptor), places, tell)
+            descriptors = [DupFd(self._steps.descriptor), DupFd(meetings[place.stage])]
+            arguments = (start, descriptors, places, tell)
             process = context.Process(target=_run, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             places.close()
@@ -91,6 +97,14 @@ class MpExecutor:
     def is_usable(self) -> bool:
         """See `Executor`."""
         return self._loss is None
+
+    def close(self) -> None:
+        """See `Executor`."""
+        self._loss = self._loss or "closed"
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
 
     def answer(self, number: int) -> Outcome:
         """What rank 0 tells of the step that was launched as the `number`th; those before are passed over."""
@@ -125,13 +139,13 @@ class MpExecutor:
         """Ends all ranks when one of them has ended or was stopped."""
         while (loss := _loss(self._processes)) is None:
             wait([process.sentinel for process in self._processes], timeout=_LOOK_S)
-        self._end(loss)
-        on_lost()
+        if self.is_usable():
+            self._end(loss)
+            on_lost()
 
     def _end(self, loss: str) -> None:
-        if self._loss is None:
-            self._loss = loss
-            log.error("ranks lost: %s", loss)
+        log.error("ranks lost: %s", loss)
+        self._loss = loss
         for process in self._processes:
             process.kill()
 
@@ -168,7 +182,9 @@ def _loss(processes: Sequence[BaseProcess]) -> str | None:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
             return f"{process.name} {how}"
         assert process.pid is not None
-        stopped = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        stopped = None
+        with contextlib.suppress(ChildProcessError):  # another thread has just seen its end
+            stopped = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         if stopped is not None:
             return f"{process.name} was stopped by {signal.Signals(stopped.si_status).name}"
     return None
@@ -217,7 +233,7 @@ class _Start:
     front: int
 
 
-def _run(start: _Start, descriptor: DupFd, places: Connection, tell: Connection) -> None:
+def _run(start: _Start, descriptors: list[Any], places: Connection, tell: Connection) -> None:
     """The life of a rank's process."""
     # The front ends it, and what ends the front ends it too: a signal to the group of processes is for the front alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -230,14 +246,14 @@ def _run(start: _Start, descriptor: DupFd, places: Connection, tell: Connection)
     start_logging(f"rank {start.place.rank}", settings)
     try:
         store = TCPStore(_HOST, start.port, is_master=False)
-        rank = Rank(settings, start.place, Host(start.place.rank, start.place.size), store)
+        steps, meeting = (descriptor.detach() for descriptor in descriptors)
+        rank = Rank(settings, start.place, Host(start.place.rank, start.place.size), store, meeting)
         info = rank.load()
-        steps = RingReader(descriptor.detach(), start.place.rank, places)
+        ring = RingReader(steps, start.place.rank, places)
         calm_collector()
         tell.send_bytes(_INFO + info.SerializeToString())
-        rank.run(
-            steps.read, (lambda outcome: tell.send_bytes(_tag_outcome(outcome))) if start.place.rank == 0 else None
-        )
+        answers = start.place.rank == 0
+        rank.run(ring.read, (lambda outcome: tell.send_bytes(_tag_outcome(outcome))) if answers else None)
     except ModelError as error:
         tell.send_bytes(_MODEL_ERROR + str(error).encode())
     except Exception:

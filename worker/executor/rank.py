@@ -5,8 +5,11 @@ import queue
 import threading
 from collections.abc import Callable
 
+import torch
 from torch import distributed
 
+from kernels.cpu import CpuKernels, KernelsUnavailable
+from kernels.cpu_meeting import CpuMeeting
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoResponse
 from worker.config import WorkerSettings
 from worker.inputs import MalformedStep
@@ -30,20 +33,34 @@ class Rank:
         place: where this one stands.
         host: what of its host is this one's.
         store: that all ranks look into to find each other.
+        meeting: descriptor of memory that it shares with its tensor group; None: it does not.
     """
 
-    def __init__(self, settings: WorkerSettings, place: Place, host: Host, store: distributed.Store) -> None:
-        self._settings, self._place, self._host, self._store = settings, place, host, store
+    def __init__(
+        self, settings: WorkerSettings, place: Place, host: Host, store: distributed.Store, meeting: int | None = None
+    ) -> None:
+        self._settings, self._place, self._host, self._store, self._meeting = settings, place, host, store, meeting
         self._loaded: LoadedWorker | None = None
 
     def load(self) -> GetInfoResponse:
         """Meets the others and loads; see `Executor.load`."""
         device = prepare_device(self._settings, self._host)
         timeout_s = max(_MEETING_S, self._settings.hang_timeout_s)
-        ranks = Ranks.join(self._place, self._store, device, timeout_s)
+        ranks = Ranks.join(self._place, self._store, device, timeout_s, self._make_meeting(device, timeout_s))
         self._loaded = load_worker(self._settings, ranks, self._host)
         threading.Thread(target=self._loaded.runner.populate_cache, name="populate", daemon=True).start()
         return self._loaded.info
+
+    def _make_meeting(self, device: torch.device, timeout_s: float) -> CpuMeeting | None:
+        place = self._place
+        if self._meeting is None or device.type != "cpu" or place.tensor_size == 1:
+            return None
+        try:
+            kernels = CpuKernels()
+        except KernelsUnavailable as problem:
+            log.warning("ranks talk through sockets, since %s", problem)
+            return None
+        return kernels.meeting(self._meeting, place.tensor_rank, place.tensor_size, timeout_s)
 
     def launch(self, message: bytes) -> "StepInFlight | MalformedStep":
         """Gives the device one step.

@@ -51,7 +51,8 @@ class RingWriter:
         if start % self._capacity + len(message) > self._capacity:
             start += self._capacity - start % self._capacity
         end = start + len(message)
-        while end - self._least_read() > self._capacity:
+        # Readers who have read all that was written are not told of what was passed over.
+        while end - (read := self._least_read()) > self._capacity and read < self._written:
             time.sleep(_FULL_POLL_S)
         offset = start % self._capacity
         self._memory[offset : offset + len(message)] = message

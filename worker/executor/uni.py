@@ -31,3 +31,6 @@ class UniExecutor:
     def is_usable(self) -> bool:
         """See `Executor`."""
         return self._loaded is not None and self._loaded.runner.is_usable()
+
+    def close(self) -> None:
+        """See `Executor`; there are none."""

@@ -1,0 +1,170 @@
+"""Ranks as processes of this host: they say what one rank says, and none of them outlives another."""
+
+import os
+import signal
+import threading
+
+import pytest
+from deployment import Deployment
+from worker_fakes import GREEDY, Row, step, tiny_checkpoint, tokens
+
+torch = pytest.importorskip("torch")
+
+from worker.checkpoint import ModelError  # noqa: E402
+from worker.config import WorkerSettings  # noqa: E402
+from worker.executor.executor import RankLost  # noqa: E402
+from worker.executor.mp import MpExecutor  # noqa: E402
+from worker.executor.uni import UniExecutor  # noqa: E402
+from worker.inputs import MalformedStep  # noqa: E402
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Two layers with two K/V heads for four query heads."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+def settings(checkpoint, tensor=1, stages=1, *, num_blocks=32, block_size=4):
+    return WorkerSettings(
+        model=str(checkpoint),
+        dtype="float32",
+        block_size=block_size,
+        num_gpu_blocks=num_blocks,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=stages,
+    )
+
+
+class Running:
+    """A loaded executor of several ranks.
+
+    Attributes:
+        lost: set when it says that it is.
+    """
+
+    def __init__(self, settings):
+        self.executor, self.lost = MpExecutor(settings), threading.Event()
+        self.info = self.executor.load(self.lost.set)
+
+    def execute(self, request):
+        return self.executor.launch(request).result()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.executor.close()
+
+
+PROMPT = [5, 17, 3, 88, 42]
+
+
+def prompt(step_id=1, request_id=1):
+    return step(Row(request_id, PROMPT, [0, 1, 2]), new={request_id: GREEDY}, step_id=step_id)
+
+
+@pytest.mark.parametrize("tensor, stages", [(2, 1), (2, 2)])
+def test_a_few_steps_give_the_tokens_of_one_rank(checkpoint, tensor, stages):
+    alone = UniExecutor(settings(checkpoint))
+    alone.load(lambda: None)
+    with Running(settings(checkpoint, tensor, stages)) as running:
+        assert running.info.num_blocks == 32
+        assert running.info.num_concurrent_steps == (stages if stages > 1 else 0)
+        for request in (prompt(), prompt(step_id=2, request_id=2)):
+            assert tokens(running.execute(request)) == tokens(alone.launch(request).result())
+        bad = prompt()
+        bad.block_tables = b""
+        if stages == 1:
+            with pytest.raises(MalformedStep, match="block_tables"):
+                running.execute(bad)
+            assert running.executor.is_usable()
+            # Both are on their way before the first is answered.
+            answers = [running.executor.launch(decode(at)) for at in range(2)]
+            expected = [tokens(alone.launch(decode(at)).result()) for at in range(2)]
+            assert [tokens(answer.result()) for answer in answers] == expected
+        else:
+            with pytest.raises(RankLost):
+                running.execute(decode(0))  # a stage does not know what another one samples
+            assert running.lost.wait(timeout=10)
+
+
+def decode(at):
+    return step(Row(1, [-1], [0, 1, 2], computed=5 + at), step_id=10 + at)
+
+
+@pytest.mark.parametrize(
+    "number, how", [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "was stopped by SIGSTOP")]
+)
+def test_a_rank_that_dies_or_is_stopped_takes_all_down_within_a_second(checkpoint, number, how):
+    with Running(settings(checkpoint, 2)) as running:
+        processes = running.executor._processes
+        os.kill(processes[1].pid, number)
+        answer = running.executor.launch(prompt())
+        with pytest.raises(RankLost, match=f"rank 1 {how}"):
+            answer.result()
+        assert running.lost.wait(timeout=10)
+        assert not running.executor.is_usable()
+        for process in processes:
+            process.join(timeout=10)
+            assert process.exitcode is not None
+
+
+def test_idle_ranks_are_missed_too(checkpoint):
+    with Running(settings(checkpoint, 2)) as running:
+        os.kill(running.executor._processes[0].pid, signal.SIGKILL)
+        assert running.lost.wait(timeout=10)
+        with pytest.raises(RankLost):
+            running.execute(prompt())
+
+
+def test_what_a_rank_can_not_load_is_told_in_its_words(checkpoint):
+    with pytest.raises(ModelError, match="does not deal out 4 query heads on 2 key/value heads: possible are 1, 2, 4"):
+        MpExecutor(settings(checkpoint, 3)).load(lambda: None)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tensor, stages",
+    [
+        pytest.param(2, 1, marks=pytest.mark.long),
+        (3, 1),
+        pytest.param(1, 2, marks=pytest.mark.long),
+        (2, 2),
+    ],
+)
+def test_greedy_tokens_are_those_of_one_rank_though_blocks_are_few(model_dir, single_rank, tensor, stages):
+    """Twenty prompts whose second half shares a prefix, with a fifth of the blocks that they would take."""
+    prompts, expected, num_blocks = single_rank
+    with Running(settings(model_dir, tensor, stages, num_blocks=num_blocks // 5, block_size=16)) as running:
+        depth = {} if stages == 1 else {"max_steps_in_flight": 1}
+        deployment = Deployment(running.execute, num_blocks // 5, **depth)
+        assert greedy(deployment, prompts) == expected
+    assert deployment.core.num_preemptions > 0
+    assert deployment.core.num_found_tokens > 0
+
+
+@pytest.fixture(scope="module")
+def single_rank(model_dir):
+    """Prompts, what one rank says to them, and the blocks that they take."""
+    transformers = pytest.importorskip("transformers")
+    from test_memory_pressure import PROMPTS
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    texts = [PROMPTS[place % len(PROMPTS)] for place in range(20)]
+    prompts = [
+        tokenizer(text if place < 10 else "\n".join([*PROMPTS[:5], text])).input_ids for place, text in enumerate(texts)
+    ]
+    alone = UniExecutor(settings(model_dir, num_blocks=2000, block_size=16))
+    alone.load(lambda: None)
+    deployment = Deployment(lambda request: alone.launch(request).result(), 2000)
+    return prompts, greedy(deployment, prompts), deployment.max_num_held
+
+
+def greedy(deployment, prompts):
+    groups = [deployment.submit(place, prompt) for place, prompt in enumerate(prompts)]
+    while deployment.core.num_live:
+        deployment.step()
+    return [group.sequences[0].output_token_ids.tolist() for group in groups]

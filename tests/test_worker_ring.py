@@ -1,0 +1,53 @@
+"""Messages to several processes through shared memory; here the readers are threads."""
+
+import multiprocessing
+import random
+import threading
+
+import pytest
+
+from worker.executor.ring import RingReader, RingWriter
+
+
+def ring(num_readers, capacity_bytes):
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(num_readers)]
+    writer = RingWriter([write for _, write in pipes], capacity_bytes)
+    return writer, [
+        RingReader(writer.descriptor, index, places, capacity_bytes) for index, (places, _) in enumerate(pipes)
+    ]
+
+
+def test_every_reader_gets_every_message_though_the_memory_begins_again_and_again():
+    source = random.Random(1)
+    messages = [source.randbytes(source.randrange(0, 100)) for _ in range(3000)]
+    writer, readers = ring(3, capacity_bytes=100)
+    got = [[] for _ in readers]
+
+    def read(reader, into):
+        for _ in messages:
+            into.append(reader.read())
+
+    threads = [threading.Thread(target=read, args=pair) for pair in zip(readers, got, strict=True)]
+    for thread in threads:
+        thread.start()
+    for message in messages:
+        writer.write(message)
+    for thread in threads:
+        thread.join(timeout=30)
+    assert got == [messages] * 3
+
+
+def test_a_message_that_never_fits_is_refused_and_the_next_one_goes_through():
+    writer, (reader,) = ring(1, capacity_bytes=10)
+    with pytest.raises(ValueError, match="11 bytes; there is room for 10"):
+        writer.write(bytes(11))
+    writer.write(b"next")
+    assert reader.read() == b"next"
+
+
+def test_a_reader_notices_that_the_writer_is_gone():
+    writer, (reader,) = ring(1, capacity_bytes=10)
+    for pipe in writer._readers:
+        pipe.close()
+    with pytest.raises(EOFError):
+        reader.read()
