@@ -1,8 +1,8 @@
 """Memory pressure changes nothing: the real model, under the real core, says the same with many blocks and with few.
 
 Forty requests, greedy, sampled, n = 4 and beams of 4, in float32, in this process: the plan of each step goes straight
-to the model runner, and what it answers to the core, with the next step or without it in between. Beams are held
-against Hugging Face's as well.
+to the model runner, and what it answers to the core, with the next step or without it in between, behind the same
+sequences or beside them. Beams are held against Hugging Face's as well.
 """
 
 import random
@@ -46,7 +46,9 @@ def weights(model_dir):
 class Deployment:
     """A core and a model runner, face to face."""
 
-    def __init__(self, weights, *, num_blocks=AMPLE, num_swap_blocks=0, budget=512, **policy) -> None:
+    def __init__(
+        self, weights, *, num_blocks=AMPLE, num_swap_blocks=0, budget=512, num_concurrent_steps=1, **policy
+    ) -> None:
         from real_worker import start_runner
 
         options = {"max_num_seqs": min(128, budget), "max_waiting_requests": 100, "watermark": 0.0} | policy
@@ -55,6 +57,7 @@ class Deployment:
         )
         self.runner = worker.runner
         self.core = Scheduler(Policy(budget, **options), BlockManager(num_blocks, 16, num_swap_blocks))
+        self.core.set_num_concurrent_steps(num_concurrent_steps)
         self.max_num_held = 0
         self._answers: deque[tuple[Plan, StepResult]] = deque()
 
@@ -80,7 +83,7 @@ class Deployment:
             response = self.runner.execute(to_request(plan, epoch=0))
             assert not response.failed_samples
             self._answers.append((plan, to_result(response)))
-        if not plan.rows or len(self._answers) == self.core.policy.max_steps_in_flight:
+        if not plan.rows or len(self._answers) == self.core.in_flight.max_steps:
             self.core.update(*self._answers.popleft())
             self.core.check()
         self.max_num_held = max(self.max_num_held, self.core.blocks.num_held)
@@ -129,11 +132,12 @@ def ample(weights, tokenizer):
     return outputs, deployment.max_num_held
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_tenth_of_the_blocks_changes_no_token(weights, tokenizer, ample, depth):
+@pytest.mark.parametrize(
+    "steps", [{}, {"max_steps_in_flight": 2}, pytest.param({"num_concurrent_steps": 3}, marks=pytest.mark.long)]
+)
+def test_a_tenth_of_the_blocks_changes_no_token(weights, tokenizer, ample, steps):
     expected, num_blocks = ample
-    options = {"preemption_mode": PreemptionMode.RECOMPUTE, "max_steps_in_flight": depth}
-    deployment = Deployment(weights, num_blocks=num_blocks // 10, **options)
+    deployment = Deployment(weights, num_blocks=num_blocks // 10, preemption_mode=PreemptionMode.RECOMPUTE, **steps)
     assert answers(deployment, tokenizer) == expected
     assert deployment.core.num_preemptions > 0
     assert deployment.core.num_swap_outs == 0
