@@ -40,7 +40,8 @@ class Case:
         blocked_by_memory: they wait for blocks instead, of which too few are free.
         waiting_cached: the prompts of those that wait are in the prefix cache, all but their last block.
         mixed: requests end and new ones are admitted all the time, so that steps hold chunks of prompts too.
-        steps_in_flight: steps that are planned before the first of them is answered.
+        steps_in_flight: steps that are planned before the first of them is answered, behind one another.
+        num_concurrent_steps: the same beside each other, so that each holds a share of the sequences.
         num_tenants: whose requests they are, in turn.
     """
 
@@ -51,6 +52,7 @@ class Case:
     waiting_cached: bool = False
     mixed: bool = False
     steps_in_flight: int = 1
+    num_concurrent_steps: int = 1
     num_tenants: int = 1
 
 
@@ -116,6 +118,7 @@ class Driver:
         longest = (_PROMPT_TOKENS + _OUTPUT_TOKENS if case.mixed else case.context) + 2048
         blocks = BlockManager(case.num_running * (longest // BLOCK_SIZE + 1), BLOCK_SIZE)
         self.core = Scheduler(policy, blocks)
+        self.core.set_num_concurrent_steps(case.num_concurrent_steps)
         self._refill = False
         self._in_flight: deque[tuple[Plan, bytes]] = deque()
         self.timings = Timings()
@@ -168,7 +171,7 @@ class Driver:
         timings.request.append((sent - planned) * 1e3)
         timings.num_tokens += plan.num_tokens
         self._in_flight.append((plan, self._answer(plan, data)))
-        if len(self._in_flight) < self._case.steps_in_flight:
+        if len(self._in_flight) < core.in_flight.max_steps:
             return
         plan, answer = self._in_flight.popleft()
         received = time.perf_counter()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
+from torch import Tensor
 
 from bench.gpu_cases import Case, Timed
 from bench.in_process import FaceToFace, make_runner
@@ -139,7 +140,7 @@ class ModelCases:
     def _model(self) -> LlamaForCausalLM:
         operations = choose(self._device, self._dtype, head_dim=self._config.head_dim, block_size=16)
         model = LlamaForCausalLM(self._config, operations=operations, dtype=self._dtype, device=self._device)
-        for name, tensor in model.checkpoint_tensors().items():
+        for name, tensor in _tensors(model).items():
             if "norm" in name:
                 tensor.fill_(1)
             else:
@@ -190,7 +191,7 @@ class ModelCases:
         _time_steps(runner, step, 3, self._device)
         times = [_time_steps(runner, step, self._load.steps, self._device) for _ in range(self._load.rounds)]
         runner.execute(ExecuteModelRequest(finished_request_ids=pack(range(batch))))
-        weights = sum(tensor.nbytes for name, tensor in self._model.checkpoint_tensors().items() if "embed" not in name)
+        weights = sum(tensor.nbytes for name, tensor in _tensors(self._model).items() if "embed" not in name)
         return Timed(
             time_us=statistics.median(time_us for time_us, _ in times),
             host_us=statistics.median(host_us for _, host_us in times),
@@ -249,3 +250,9 @@ def _time_steps(
         step.result()
     ended.wait()
     return 1e3 * ended.ms_since(begun) / count, 1e6 * host_s / count
+
+
+def _tensors(model: LlamaForCausalLM) -> dict[str, Tensor]:
+    """Its weights by their names in a checkpoint; all of them, since no other rank has any."""
+    targets = model.checkpoint_tensors().items()
+    return {name: target for name, target in targets if isinstance(target, Tensor)}

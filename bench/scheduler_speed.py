@@ -77,6 +77,7 @@ def core_cases(sizes: tuple[int, ...] = SIZES) -> list[Case]:
         cases += [
             Case(size),
             Case(size, steps_in_flight=2),
+            Case(size, num_concurrent_steps=4),
             Case(size, context=_LONG),
             Case(size, num_waiting=_MANY),
             Case(size, num_waiting=_MANY, blocked_by_memory=True),
@@ -146,6 +147,8 @@ def describe(case: Case) -> str:
     words = f"{case.num_running} running, context {case.context}"
     if case.steps_in_flight > 1:
         words += f", {case.steps_in_flight} steps in flight"
+    if case.num_concurrent_steps > 1:
+        words += f", {case.num_concurrent_steps} steps at once"
     if case.num_waiting:
         words += f", {case.num_waiting} wait for {'blocks' if case.blocked_by_memory else 'places'}"
     return words + (", prompts cached" if case.waiting_cached else "") + tenants

@@ -30,7 +30,7 @@ class SchedulerSettings(ServerTlsSettings):
         ge=1,
         le=2,
         description="steps that the worker has at once at most (default: 2 for a GPU, and 1 for a CPU, whose cores the "
-        "planning would take from the step that runs)",
+        "planning would take from the step that runs); one that works at several at once has as many",
     )
     max_waiting_requests: int = Field(4096, ge=1, description="requests that wait at most; more are refused")
     max_waiting_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that wait at most, of all requests")

@@ -3,11 +3,15 @@
 What is planned counts as done: a row's tokens are computed from its plan on (`num_computed_tokens`), and what it
 samples is there (`num_expected_tokens`), so that the next step can be planned behind it. The id of such a token is the
 worker's to know; on the wire it is -1. What has to be known is not counted on: the tokens of beams, which only the
-search chooses, and a sequence's last one, behind which nothing is computed.
+search chooses, and a sequence's last one, behind which nothing is computed; and no token at all where the worker works
+at several steps at once (`lanes.py`), since it would have to end one of them before it could begin the next.
 
 WHY THIS IS SAFE. What the worker computes is as if it ran steps strictly in the order of their plans, and of each step
 the swaps out, the swaps in and the copies before the forward. So it is enough that each plan is right when those before
-it have been run.
+it have been run. That holds for a worker at several steps too: each of its parts keeps some layers' KV to itself, takes
+the steps in order, and for each swaps and copies its own blocks before its own forward. A part sees no other's blocks,
+and gets from it only what belongs to the same step; what a later step would need of an earlier one's end, a sampled
+token, no later step is planned on. Chunks of one prompt may follow each other: each reads KV of its own layer only.
 
 1. A block that a sequence lets go of, because it ended, was aborted or was preempted, may still be read and written by
    steps in flight. Whoever gets it next is planned after them, so it is written again after them, and only what was
@@ -40,14 +44,32 @@ from scheduler.sequence import Sequence, SequenceGroup
 
 
 class StepsInFlight:
-    """The steps that the worker has not answered, at most `max_steps`."""
+    """The steps that the worker has not answered.
+
+    Args:
+        max_steps: how many at most, where the worker works at one at a time.
+
+    Attributes:
+        num_concurrent: at how many the worker works at once.
+    """
 
     def __init__(self, max_steps: int) -> None:
+        self.num_concurrent = 1
         self._max_steps = max_steps
         self._plans: deque[Plan] = deque()
 
     def __len__(self) -> int:
         return len(self._plans)
+
+    @property
+    def max_steps(self) -> int:
+        """How many there may be; `lanes.py` says why no more than the worker works at, where these are several."""
+        return self._max_steps if self.num_concurrent == 1 else self.num_concurrent
+
+    @property
+    def num_free(self) -> int:
+        """How many more may be planned now."""
+        return self.max_steps - len(self._plans)
 
     @property
     def last(self) -> int:
@@ -61,7 +83,7 @@ class StepsInFlight:
 
     def check_room(self) -> None:
         """Asserts that one more may be planned."""
-        assert len(self._plans) < self._max_steps, "too many steps in flight"
+        assert self.num_free > 0, "too many steps in flight"
 
     def add(self, plan: Plan) -> None:
         """Takes in a step with rows."""
@@ -84,7 +106,8 @@ class StepsInFlight:
         """Asserts that every token that is expected comes with one of them."""
         for sequence in (sequence for group in groups for sequence in group.live):
             num_expected = sequence.num_expected_tokens - sequence.num_tokens
-            assert 0 <= num_expected <= len(self._plans), "a token is expected that no step samples"
+            most = len(self._plans) if self.num_concurrent == 1 else 0
+            assert 0 <= num_expected <= most, "a token is expected that no step samples"
 
 
 def add_row(

@@ -94,6 +94,8 @@ class SchedulerLoop:
         """There may be something to plan, or no worker to plan for any more."""
         self._work.set()
         self._settled.set()
+        if self._pacing is not None and self._pacing.stir():
+            self._link.interrupt()
 
     async def run(self) -> None:
         """Runs for ever: through idle times, and through as many workers as it takes."""
@@ -184,17 +186,19 @@ class SchedulerLoop:
                 return False
         if (info.num_blocks, info.num_cpu_blocks) != (self.core.blocks.num_blocks, self.core.blocks.num_swap_blocks):
             self.core.replace_pool(pools)
+        if (num_concurrent_steps := max(1, info.num_concurrent_steps)) != self.core.in_flight.num_concurrent:
+            self.core.set_num_concurrent_steps(num_concurrent_steps)
         if info.swap_ms_per_block:
             self.core.note_swap(1, info.swap_ms_per_block / 1e3)
         self.info = info
         facts = {"model": info.model, "blocks": info.num_blocks, "block_size": info.block_size, "epoch": info.epoch}
-        log.info("worker connected", extra=facts)
+        log.info("worker connected", extra=facts | {"num_concurrent_steps": num_concurrent_steps})
         return True
 
     async def _steps(self, patience: Patience) -> None:
         """Runs steps until the worker is lost, or the oldest that it has is late."""
         assert self.core is not None
-        pacing = self._pacing = Pacing(self.core.policy.max_steps_in_flight)
+        pacing = self._pacing = Pacing(self.core.in_flight.max_steps, self.core.in_flight.num_concurrent)
         while True:
             now, plan_time = self._clock(), pacing.next_plan_time()
             if plan_time is not None and plan_time < now + _TIMER_S:

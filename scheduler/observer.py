@@ -4,6 +4,9 @@
 chunked prefill every running sequence is in every step, so that is the gap between its two tokens. Two cases are looked
 at for themselves: the first token after a pause counts from the loss of the blocks; and without chunked prefill, where
 steps of prompts let the decodes wait, the gap runs from the decode step before.
+
+Where the worker works at several steps at once, each on other sequences, a step is planned when the tokens before its
+own are known: the gap is what it takes. Waiting for a turn is not in it, as where the number of sequences changes.
 """
 
 import time
@@ -105,7 +108,8 @@ class Observer:
         if self._resuming:
             num_continued -= self._end_pauses(outputs, now)
         if num_continued > 0 and self._last_step is not None:
-            self.inter_token_s.observe(now - self._last_step, num_continued)
+            gap_s = now - self._last_step if core.in_flight.num_concurrent == 1 else took_s
+            self.inter_token_s.observe(gap_s, num_continued)
         if num_continued > 0 or self._last_step is None or core.policy.chunked_prefill:
             self._last_step = now
         if not core.num_running:

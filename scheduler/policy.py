@@ -25,7 +25,7 @@ class Policy:
     Attributes:
         max_num_batched_tokens: tokens of a step at most, prefill and decode together.
         max_num_seqs: running sequences at most.
-        max_steps_in_flight: steps that are planned and not answered at most.
+        max_steps_in_flight: steps that are planned and not answered at most, where the worker works at one at a time.
         max_waiting_requests: groups in the waiting queue beyond which no new one is taken. Preempted ones come back to
             it in any case.
         max_waiting_tokens: prompt tokens of those in the waiting queue, in the same way; one group may always wait.

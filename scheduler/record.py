@@ -27,7 +27,7 @@ from scheduler.preemption import Preemption
 from scheduler.sequence import Progress, SequenceGroup
 from scheduler.suspects import Conviction
 
-VERSION = 1
+VERSION = 2
 # The calls that change a core, or may. `tests/test_record.py` asks for a word on each public method.
 INPUTS = (
     "submit",
@@ -36,6 +36,7 @@ INPUTS = (
     "preempt",
     "requeue_running",
     "replace_pool",
+    "set_num_concurrent_steps",
     "note_swap",
     "schedule",
     "update",

@@ -31,6 +31,7 @@ from scheduler.block_manager import BlockManager
 from scheduler.deadlines import Deadlines, too_late
 from scheduler.decoding import Decoder
 from scheduler.in_flight import StepsInFlight, add_row
+from scheduler.lanes import deal
 from scheduler.plan import Finished, Plan, StepOutputs, StepResult
 from scheduler.policy import Policy, PreemptionMode
 from scheduler.preemption import Preemption, Rates, choose_mode
@@ -44,6 +45,7 @@ class Scheduler:
 
     Attributes:
         queues: where each of them is.
+        in_flight: the steps that the worker has not answered.
         rates: what the worker's steps showed it can do.
         suspects: groups that may have killed a worker.
         num_looked_up_tokens: prompt tokens looked up in the prefix cache, at first admission.
@@ -60,8 +62,8 @@ class Scheduler:
         self.num_swap_ins = 0
         self.num_looked_up_tokens = 0
         self.num_found_tokens = 0
-        self._in_flight = StepsInFlight(policy.max_steps_in_flight)
-        self.suspects = Suspects(policy.max_failed_steps, self.queues, self._in_flight)
+        self.in_flight = StepsInFlight(policy.max_steps_in_flight)
+        self.suspects = Suspects(policy.max_failed_steps, self.queues, self.in_flight)
         self._decoder = Decoder(self.queues)
         self._deadlines = Deadlines()
         self._numbers = itertools.count(1)
@@ -153,6 +155,7 @@ class Scheduler:
             tenant_weight=tenant_weight,
             deadline=deadline,
             beam=BeamSearch(beam, stops, min_tokens) if beam is not None else None,
+            runs_ahead=self.in_flight.num_concurrent == 1,
         )
         if progress:
             group.take_up(progress)
@@ -198,7 +201,7 @@ class Scheduler:
         group.num_preemptions += 1
         group.preempted_by = by.request_id if by is not None else ""
         group.preemption_reason = reason
-        group.returns_after = self._in_flight.last
+        group.returns_after = self.in_flight.last
         if mode is PreemptionMode.SWAP:
             self.num_swap_outs += 1
             self.queues.swap_out(group)
@@ -217,9 +220,9 @@ class Scheduler:
             given up instead, and has ended.
         """
         groups = self.queues.groups.values()
-        lost = [group for group in groups if group.status is Status.RUNNING or self._in_flight.hold(group)]
+        lost = [group for group in groups if group.status is Status.RUNNING or self.in_flight.hold(group)]
         conviction = None if in_order else self.suspects.accuse()
-        self._in_flight.lose()
+        self.in_flight.lose()
         self.queues.forget_worker()
         self._blocked = self._held_up = None
         if conviction is not None:
@@ -235,9 +238,17 @@ class Scheduler:
             most = max_tokens_that_fit(group.num_prompt_tokens, group.num_seqs, blocks)
             group.cap(min(group.wanted_max_tokens, most))
 
+    def set_num_concurrent_steps(self, num_steps: int) -> None:
+        """Takes how many steps a new worker works at, at the same time, while none is in flight."""
+        assert not self.in_flight, "steps are in flight"
+        self.in_flight.num_concurrent = num_steps
+        for group in self.queues.groups.values():
+            group.runs_ahead = num_steps == 1
+            group.cap(group.max_tokens)
+
     def note_swap(self, num_blocks: int, swap_s: float) -> None:
         """Takes what a worker measured of its swapping before its first step."""
-        self.rates.note_swap(num_blocks, swap_s)
+        self.rates.note_swap(num_blocks, swap_s / self.in_flight.num_concurrent)
 
     def schedule(self, now: float) -> Plan:
         """Plans one step.
@@ -246,7 +257,7 @@ class Scheduler:
         there are tokens in the budget, sequences and blocks. Without chunked prefill, steps of prompts and steps of
         decodes take turns while there are both.
         """
-        self._in_flight.check_room()
+        self.in_flight.check_room()
         self.num_steps += 1
         plan = Plan(self.num_steps)
         plan.dropped = self._deadlines.take_late(now, self.blocks, self.rates)
@@ -270,7 +281,7 @@ class Scheduler:
                         self._admit(plan, now)
                     self._prefilled_last = prefilling
         if plan.rows:
-            self._in_flight.add(plan)
+            self.in_flight.add(plan)
             plan.blocks_to_swap_out = self.blocks.take_swapped_out()
             plan.forget = self.queues.take_gone()
             self.queues.waiting.charge(plan.rows)
@@ -284,11 +295,13 @@ class Scheduler:
         Sequences that ended while the step ran are passed over.
         """
         if plan.rows:
-            self._in_flight.answer(plan.step_id)
+            self.in_flight.answer(plan.step_id)
+        # What is spent on one of several steps at once holds the others up for a share of it.
+        step_s = result.step_s / self.in_flight.num_concurrent
         if plan.num_prefill_tokens:
-            self._prefill_step_s = result.step_s
-        self.rates.note_step(plan.num_tokens, plan.num_prefill_tokens, result.step_s)
-        self.rates.note_swap(len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in), result.swap_s)
+            self._prefill_step_s = step_s
+        self.rates.note_step(plan.num_tokens, plan.num_prefill_tokens, step_s)
+        self.note_swap(len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in), result.swap_s)
         outputs = self._decoder.decode(plan, result)
         self.suspects.clear(plan)
         return outputs
@@ -296,7 +309,7 @@ class Scheduler:
     def check(self) -> None:
         """Asserts the invariants of queues and blocks; for tests, after every step."""
         self.queues.check(self.policy.max_num_seqs)
-        self._in_flight.check(self.queues.groups.values())
+        self.in_flight.check(self.queues.groups.values())
         self.suspects.check()
 
     # What runs
@@ -305,6 +318,8 @@ class Scheduler:
         """Rows for the running groups, or for those of them that are `prefilling` or not."""
         has_slots, blocks, cached = self.blocks.has_slots, self.blocks, self.policy.prefix_caching
         groups = [group for group in self.queues.running if prefilling is None or prefilling == group.prefilling]
+        if (num_lanes := self.in_flight.num_concurrent) > 1:
+            groups = deal(groups, num_lanes, self.in_flight.num_free)
         running = Status.RUNNING
         # Every row gets a token. What they leave of the budget goes to longer chunks, oldest first.
         chunk_budget = self.policy.max_num_batched_tokens - sum([group.num_rows for group in groups])
@@ -371,7 +386,7 @@ class Scheduler:
             num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
             if prefilling not in (None, group.prefilling):
                 return None
-            if self._in_flight.hold(group):
+            if self.in_flight.hold(group):
                 return self._hold_up(group, Reason.NEXT_STEP)
             if num_tokens_left < group.num_rows:
                 return self._hold_up(group, Reason.TOKENS)
@@ -431,7 +446,7 @@ class Scheduler:
 
     def _why_not_yet(self, group: SequenceGroup, plan: Plan, num_tokens_left: int, now: float) -> Reason | None:
         """What keeps the first of the waiting groups out, as far as that can be said without looking at its tokens."""
-        if self._in_flight.hold(group):
+        if self.in_flight.hold(group):
             return Reason.NEXT_STEP
         if plan.preempted or self._is_blocked(group):
             return Reason.BLOCKS

@@ -174,8 +174,10 @@ class SequenceGroup:
         n: sequences that the client gets.
         wanted_max_tokens: output tokens of each sequence that the client wants at most.
         max_tokens: those that it gets: no more than the pool holds. Set by `cap`.
+        runs_ahead: whether a sequence may be planned on behind a step that samples for it and is not answered.
         expects_below: a sequence shorter than this counts on the token that a planned step samples for it. On its last
-            one it does not, which is never computed, nor does a beam, whose tokens only the search chooses.
+            one it does not, which is never computed, nor does a beam, whose tokens only the search chooses. Set by
+            `cap`.
         min_tokens: output tokens before which no stop id ends a sequence.
         sampling: for the worker; read here only for what the worker is to be told of, and to tell.
         arrival: time of submission, s.
@@ -218,6 +220,7 @@ class SequenceGroup:
     tenant_weight: float = 1.0
     deadline: float | None = None
     beam: BeamSearch | None = None
+    runs_ahead: bool = True
     sequences: list[Sequence] = field(init=False)
     live: list[Sequence] = field(init=False)
     expects_below: int = field(init=False)
@@ -309,7 +312,8 @@ class SequenceGroup:
     def cap(self, max_tokens: int) -> None:
         """Sets how many output tokens each sequence gets at most."""
         self.max_tokens = max_tokens
-        self.expects_below = 0 if self.beam is not None else self.num_prompt_tokens + max_tokens - 1
+        counts_on_samples = self.runs_ahead and self.beam is None
+        self.expects_below = self.num_prompt_tokens + max_tokens - 1 if counts_on_samples else 0
 
     def take_up(self, progress: Iterable[Progress]) -> None:
         """Goes on from what its sequences had output elsewhere, as if they had been preempted since.

@@ -21,6 +21,8 @@ _BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
 _IN_ORDER = (grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION)
 # After this without a connection the log says why, and new certificates are looked for.
 _LOOK_AGAIN_S = 10.0
+# Among the answers: stop waiting.
+_INTERRUPT = ExecuteModelResponse()
 log = logging.getLogger(__name__)
 
 
@@ -120,7 +122,7 @@ class WorkerLink:
             timeout_s: how long to wait; None for ever.
 
         Returns:
-            None: it was not there in time, and may be asked for again.
+            None: it was not there in time, or before an `interrupt`, and may be asked for again.
 
         Raises:
             WorkerLost: there is no result, and there will be none.
@@ -131,10 +133,17 @@ class WorkerLink:
                 response = await self._responses.get()
         except TimeoutError:
             return None
+        if response is _INTERRUPT:
+            return None
         if response is None:
             raise await self._loss()
         assert response.step_id == plan.step_id, "results out of order"
         return to_result(response)
+
+    def interrupt(self) -> None:
+        """Ends a wait for a result: there is something else to do. A stream that has ended is told of by itself."""
+        if self._call is not None and not self._call.done():
+            self._responses.put_nowait(_INTERRUPT)
 
     def close_stream(self) -> None:
         """Cancels the stream of steps, if one is open: an abandoned call is never collected."""

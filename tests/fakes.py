@@ -104,6 +104,7 @@ class FakeWorker:
     num_cpu_blocks: int = 0
     block_size: int = 4
     epoch: int = 1
+    num_concurrent_steps: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[worker_pb2.ExecuteModelRequest] = field(default_factory=list)
     known: dict[int, Sampling] = field(default_factory=dict)
@@ -129,6 +130,7 @@ class FakeWorker:
             kv_cache_note="as the test wants",
             max_num_batched_tokens=4096,
             quantization="none",
+            num_concurrent_steps=self.num_concurrent_steps,
         )
 
     async def Execute(self, requests, context):

@@ -1,8 +1,8 @@
 """Memory pressure changes nothing: the real model, under the real core, says the same with many blocks and with few.
 
 Forty requests, greedy, sampled, n = 4 and beams of 4, in float32, in this process: the plan of each step goes straight
-to the model runner, and what it answers to the core, with the next step or without it in between. Beams are held
-against Hugging Face's as well.
+to the model runner, and what it answers to the core, with the next step or without it in between, behind the same
+sequences or beside them. Beams are held against Hugging Face's as well.
 """
 
 import random
@@ -38,12 +38,12 @@ def weights(model_dir):
     return load_weights(model_dir)
 
 
-def start(weights, *, num_blocks=AMPLE, num_swap_blocks=0, budget=512, **policy) -> Deployment:
+def start(weights, *, num_blocks=AMPLE, num_swap_blocks=0, budget=512, **options) -> Deployment:
     """A core and a model runner, face to face."""
     from real_worker import start_runner
 
     worker = start_runner(weights, num_blocks=num_blocks, num_cpu_blocks=num_swap_blocks, max_num_batched_tokens=budget)
-    return Deployment(worker.runner.execute, num_blocks, num_swap_blocks, budget=budget, **policy)
+    return Deployment(worker.runner.launch, num_blocks, num_swap_blocks, budget=budget, **options)
 
 
 def mixed(deployment: Deployment, tokenizer) -> list[SequenceGroup]:
@@ -89,11 +89,12 @@ def ample(weights, tokenizer):
     return outputs, deployment.max_num_held
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_tenth_of_the_blocks_changes_no_token(weights, tokenizer, ample, depth):
+@pytest.mark.parametrize(
+    "steps", [{}, {"max_steps_in_flight": 2}, pytest.param({"num_concurrent_steps": 3}, marks=pytest.mark.long)]
+)
+def test_a_tenth_of_the_blocks_changes_no_token(weights, tokenizer, ample, steps):
     expected, num_blocks = ample
-    options = {"preemption_mode": PreemptionMode.RECOMPUTE, "max_steps_in_flight": depth}
-    deployment = start(weights, num_blocks=num_blocks // 10, **options)
+    deployment = start(weights, num_blocks=num_blocks // 10, preemption_mode=PreemptionMode.RECOMPUTE, **steps)
     assert answers(deployment, tokenizer) == expected
     assert deployment.core.num_preemptions > 0
     assert deployment.core.num_swap_outs == 0

@@ -219,9 +219,9 @@ def test_a_scheduler_that_is_started_again_on_a_full_disk_serves(monkeypatch, ca
         (b"", "it is empty"),
         (b"# Pagewire\n", "it is no record"),
         (b"\xff" * (1 << 17), "it is no record"),
-        (b'{"pagewire_record":2}\n', "it is a record of version 2; this Pagewire replays version 1"),
+        (b'{"pagewire_record":1}\n', "it is a record of version 1; this Pagewire replays version 2"),
         (
-            b'{"pagewire_record":1,"policy":{"$Policy":{"luck":1}}}\n',
+            b'{"pagewire_record":2,"policy":{"$Policy":{"luck":1}}}\n',
             "line 1 is damaged, or of another .*luck",
         ),
     ],

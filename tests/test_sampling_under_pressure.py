@@ -34,6 +34,8 @@ KINDS = [
     {"temperature": 1.0},
     {},
 ]
+# One at a time, two behind one another, and three beside each other.
+STEPS = [{}, {"max_steps_in_flight": 2}, {"num_concurrent_steps": 3}]
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +49,14 @@ def weights(tmp_path_factory):
 class Deployment:
     """A core and a model runner, face to face, that may lose each other."""
 
-    def __init__(self, weights, *, num_blocks=AMPLE, num_swap_blocks=0, budget=64, **policy) -> None:
+    def __init__(
+        self, weights, *, num_blocks=AMPLE, num_swap_blocks=0, budget=64, num_concurrent_steps=1, **policy
+    ) -> None:
         self._weights, self._sizes = weights, (num_blocks, num_swap_blocks, budget)
         options = {"max_num_seqs": min(40, budget), "max_waiting_requests": 100, "watermark": 0.0} | policy
         options["max_failed_steps"] = 1000  # of so many workers that are lost nobody is guilty
         self.core = Scheduler(Policy(budget, **options), BlockManager(num_blocks, BLOCK_SIZE, num_swap_blocks))
+        self.core.set_num_concurrent_steps(num_concurrent_steps)
         self._answers: deque[tuple[Plan, StepResult]] = deque()
         self._start_worker()
 
@@ -98,7 +103,7 @@ class Deployment:
             self._answers.append((plan, to_result(response)))
         if interrupt is not None:
             interrupt()
-        if self._answers and (not plan.rows or len(self._answers) == self.core.policy.max_steps_in_flight):
+        if self._answers and (not plan.rows or len(self._answers) == self.core.in_flight.max_steps):
             self.core.update(*self._answers.popleft())
         self.core.check()
 
@@ -169,19 +174,18 @@ def test_each_request_says_the_same_alone(weights, ample):
     assert_same(alone, ample)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_few_blocks_change_nothing(weights, ample, mode, depth):
-    options = {"preemption_mode": mode, "max_steps_in_flight": depth}
-    deployment = Deployment(weights, num_blocks=40, num_swap_blocks=200, **options)
+def test_few_blocks_change_nothing(weights, ample, mode, steps):
+    deployment = Deployment(weights, num_blocks=40, num_swap_blocks=200, preemption_mode=mode, **steps)
     assert_same(run(deployment), ample)
     assert deployment.core.num_preemptions > 5
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("options", [{"budget": 5}, {"chunked_prefill": False}, {"prefix_caching": False}])
-def test_chunks_and_caches_change_nothing(weights, ample, options, depth):
-    assert_same(run(Deployment(weights, max_steps_in_flight=depth, **options)), ample)
+def test_chunks_and_caches_change_nothing(weights, ample, options, steps):
+    assert_same(run(Deployment(weights, **steps, **options)), ample)
 
 
 def preempt_anyone(deployment, source):
@@ -198,16 +202,16 @@ def preempt_anyone(deployment, source):
     return strike
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_preempting_anyone_at_any_moment_changes_nothing(weights, ample, mode, depth):
-    deployment = Deployment(weights, num_swap_blocks=AMPLE, preemption_mode=mode, max_steps_in_flight=depth)
+def test_preempting_anyone_at_any_moment_changes_nothing(weights, ample, mode, steps):
+    deployment = Deployment(weights, num_swap_blocks=AMPLE, preemption_mode=mode, **steps)
     assert_same(run(deployment, preempt_anyone), ample)
     assert deployment.core.num_preemptions > 50
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_workers_that_are_lost_before_and_after_their_answers_change_nothing(weights, ample, depth):
+@pytest.mark.parametrize("steps", STEPS)
+def test_workers_that_are_lost_before_and_after_their_answers_change_nothing(weights, ample, steps):
     lost = []
 
     def misfortune(deployment, source):
@@ -219,7 +223,7 @@ def test_workers_that_are_lost_before_and_after_their_answers_change_nothing(wei
             return deployment.lose_worker
         return None
 
-    assert_same(run(Deployment(weights, max_steps_in_flight=depth), misfortune), ample)
+    assert_same(run(Deployment(weights, **steps), misfortune), ample)
     assert {"between two steps", "its answer with it"} <= set(lost)
 
 

@@ -58,10 +58,11 @@ def test_the_head_of_the_queue_is_not_overtaken_by_one_that_would_fit():
     priority=st.integers(MIN_PRIORITY, MAX_PRIORITY),
     mode=st.sampled_from(PreemptionMode),
     chunked=st.booleans(),
-    depth=st.integers(1, 2),
+    depth=st.integers(1, 3),
+    lanes=st.booleans(),
 )
 def test_however_many_come_with_a_higher_priority_a_group_ends_within_the_proven_number_of_steps(
-    others, arrivals_each_step, priority, mode, chunked, depth
+    others, arrivals_each_step, priority, mode, chunked, depth, lanes
 ):
     aging_s = 0.5
     core = make(
@@ -74,6 +75,8 @@ def test_however_many_come_with_a_higher_priority_a_group_ends_within_the_proven
         chunked_prefill=chunked,
         max_steps_in_flight=depth,
     )
+    if lanes:
+        core.set_num_concurrent_steps(depth)
     in_flight = deque()
     for prompt, max_tokens, n, level in others:
         submit(core, prompt, max_tokens=max_tokens, n=n, priority=level)

@@ -1,7 +1,7 @@
 """Gaps between tokens, counted by hand."""
 
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from itertools import pairwise
 
 import pytest
@@ -10,7 +10,7 @@ from protos.histogram import Histogram
 from scheduler.block_manager import BlockManager
 from scheduler.config import SchedulerSettings
 from scheduler.observer import Observer
-from scheduler.plan import StepResult
+from scheduler.plan import Plan, StepResult
 from scheduler.scheduler import Scheduler
 from scheduler.sessions import RouterSession, Sessions
 
@@ -22,7 +22,7 @@ class Clockwork:
         token_times: when each request's tokens came.
     """
 
-    def __init__(self, num_blocks: int = 64, num_swap_blocks: int = 0, **options) -> None:
+    def __init__(self, num_blocks: int = 64, num_swap_blocks: int = 0, num_lanes: int = 1, **options) -> None:
         self.now = 0.0
         self.observer = Observer(clock=lambda: self.now)
         self.sessions = Sessions(self.observer.added, self.observer.ended)
@@ -30,6 +30,8 @@ class Clockwork:
             **{"max_num_batched_tokens": 16, "max_num_seqs": 8, "watermark": 0} | options
         ).policy()
         self.core = Scheduler(policy, BlockManager(num_blocks, 4, num_swap_blocks))
+        self.core.set_num_concurrent_steps(num_lanes)
+        self.in_flight: deque[tuple[float, Plan]] = deque()
         self.num_submitted = 0
         self.token_times: dict[str, list[float]] = defaultdict(list)
 
@@ -45,15 +47,17 @@ class Clockwork:
         self.sessions.add(RouterSession("router"), self.num_submitted, group)
 
     def step(self) -> None:
-        plan = self.core.schedule(self.now)
-        self.observer.planned(plan, self.now)
+        while self.core.in_flight.num_free and (plan := self.core.schedule(self.now)).rows:
+            self.observer.planned(plan, self.now)
+            self.in_flight.append((self.now, plan))
+        began, plan = self.in_flight.popleft()
         self.now += 1
         num_samples = sum(len(row.samples) for row in plan.rows)
         outputs = self.core.update(plan, StepResult([0] * num_samples, [0.0] * num_samples))
         for new in outputs.new_tokens:
             self.token_times[new.group.request_id].append(self.now)
         begun = self.sessions.deliver_tokens(outputs.new_tokens)
-        self.observer.stepped(plan, outputs, begun, self.core, 1.0)
+        self.observer.stepped(plan, outputs, begun, self.core, self.now - began)
         for ticket in self.sessions.deliver_finished(outputs.finished):
             self.sessions.end(ticket, self.now)
 
@@ -83,6 +87,17 @@ def test_each_token_behind_the_first_is_one_gap():
     clockwork.run()
     assert clockwork.gaps() == {1: 2 + 4}
     assert clockwork.observer.num_generated == 8
+
+
+def test_beside_other_steps_the_gap_is_what_a_step_takes():
+    clockwork = Clockwork(num_lanes=3)
+    for _ in range(6):
+        clockwork.submit(4, max_tokens=9)
+    clockwork.run()
+    true = clockwork.true_gaps()
+    assert set(true) == {2, 3}, "two other steps are answered between two of a sequence, or one while they are two"
+    assert sum(clockwork.gaps().values()) == len(true) == 6 * 8
+    assert clockwork.observer.inter_token_s.sum == sum(true)
 
 
 def test_an_idle_time_is_no_gap():

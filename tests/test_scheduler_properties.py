@@ -1,8 +1,9 @@
 """Random walks over the scheduler core: whatever happens, no block leaks, no token is lost, everything ends once.
 
 Submit, plan, answer, abort, stop, preempt, lose the worker, go on with what another scheduler began, let time pass, in
-any order, with up to three steps in flight, under any policy; `check()` after each. Forks, copies, swaps, evictions and
-deadlines come of themselves in pools this small. `make soak` walks for millions of steps.
+any order, with up to three steps in flight, of a worker that works at one of them or at all, under any policy;
+`check()` after each. Forks, copies, swaps, evictions and deadlines come of themselves in pools this small. `make soak`
+walks for millions of steps.
 """
 
 import os
@@ -48,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.1]),
         max_steps_in_flight=st.sampled_from([1, 2, 2, 3]),
+        num_concurrent_steps=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
         self,
@@ -61,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching,
         watermark,
         max_steps_in_flight,
+        num_concurrent_steps,
     ):
         policy = Policy(
             max_num_batched_tokens=max_num_seqs + spare_budget,
@@ -76,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_steps_in_flight=max_steps_in_flight,
         )
         self.core = self.new_core(policy, BlockManager(num_blocks, block_size, num_swap_blocks))
+        self.core.set_num_concurrent_steps(num_concurrent_steps)
         self.memory = Memory(block_size)
         self.groups: list[SequenceGroup] = []
         self.ended: set[tuple[int, int]] = set()
@@ -125,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.groups.append(group)
 
-    @precondition(lambda self: len(self.in_flight) < self.core.policy.max_steps_in_flight)
+    @precondition(lambda self: len(self.in_flight) < self.core.in_flight.max_steps)
     @rule()
     def schedule(self):
         self.now += 1.0
@@ -143,6 +147,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert end <= last or self.pool_replaced, "a token is computed behind which nothing is sampled"
         if not policy.chunked_prefill and any(row.group.number in decoding for row in plan.rows):
             assert all(row.num_new_tokens == 1 for row in plan.rows), "a step mixes prefill and decode"
+        if self.core.in_flight.num_concurrent > 1:
+            sampling = {sequence for before in self.in_flight for row in before.rows for sequence in row.samples}
+            assert not sampling & {row.sequence for row in plan.rows}, "a row is behind a token that is in flight"
         self.memory.execute(plan)
         for end in plan.ignored:
             self.end_once(end.group, end.sequence.index)
@@ -172,8 +179,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert end.sequence.output_token_ids.tolist() == whole
 
     @precondition(lambda self: self.in_flight)
-    @rule(next_pool=st.none() | st.tuples(st.integers(4, 30), st.sampled_from([0, 3, 20])))
-    def lose_the_worker(self, next_pool):
+    @rule(
+        next_pool=st.none() | st.tuples(st.integers(4, 30), st.sampled_from([0, 3, 20])),
+        num_concurrent_steps=st.sampled_from([1, 2, 3]),
+    )
+    def lose_the_worker(self, next_pool, num_concurrent_steps):
         computed = {row.group for plan in self.in_flight for row in plan.rows}
         _, conviction = self.core.requeue_running()
         assert conviction is None or computed == {conviction.group}
@@ -187,6 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks, num_swap_blocks = next_pool
             self.pool_replaced = True
             self.core.replace_pool(BlockManager(num_blocks, blocks.block_size, num_swap_blocks))
+        self.core.set_num_concurrent_steps(num_concurrent_steps)
 
     @precondition(lambda self: self.groups)
     @rule(pick=st.randoms(use_true_random=False))
@@ -274,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(8000):
             if not self.core.num_live:
                 break
-            if len(self.in_flight) < self.core.policy.max_steps_in_flight:
+            if len(self.in_flight) < self.core.in_flight.max_steps:
                 self.schedule()
             if self.in_flight:
                 self.update()

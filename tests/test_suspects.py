@@ -188,13 +188,15 @@ policies = st.builds(
     max_steps_in_flight=st.integers(1, 3),
     max_failed_steps=st.integers(1, 4),
 )
+concurrency = st.sampled_from([1, 1, 2, 3])
 
 
 class Walk:
     """A core, and a worker that dies of some requests."""
 
-    def __init__(self, policy: Policy, num_blocks: int, num_swap_blocks: int) -> None:
+    def __init__(self, policy: Policy, num_concurrent_steps: int, num_blocks: int, num_swap_blocks: int) -> None:
         self.core = Scheduler(policy, BlockManager(num_blocks, 4, num_swap_blocks))
+        self.core.set_num_concurrent_steps(num_concurrent_steps)
         self.memory = Memory(4)
         self.in_flight: deque[Plan] = deque()
         self.kills_at: dict[int, int] = {}
@@ -232,7 +234,7 @@ class Walk:
     def move(self, now: float) -> None:
         """Plans a step if there is room, and answers the oldest if there is none."""
         core = self.core
-        if len(self.in_flight) < core.policy.max_steps_in_flight:
+        if len(self.in_flight) < core.in_flight.max_steps:
             plan = core.schedule(now)
             core.check()
             assert plan.rows or self.in_flight or not core.num_live, "groups wait and nothing runs"
@@ -268,9 +270,8 @@ class Walk:
             self.convicted.add(convicted.number)
 
 
-def walk(policy: Policy, given: list[dict], num_blocks: int, num_swap_blocks: int, spurious: frozenset[int]) -> Walk:
+def walk(trial: Walk, given: list[dict], spurious: frozenset[int]) -> None:
     """Until all have ended; `spurious`: moves after which the worker is lost for no reason."""
-    trial = Walk(policy, num_blocks, num_swap_blocks)
     groups: list[SequenceGroup] = []
     for now in range(4000):
         groups += [trial.submit(number, each) for number, each in enumerate(given) if each["arrival"] == now]
@@ -287,25 +288,24 @@ def walk(policy: Policy, given: list[dict], num_blocks: int, num_swap_blocks: in
         outputs = [sequence.output_token_ids.tolist() for sequence in group.sequences]
         if group.number not in trial.convicted and group.status is not Status.FINISHED_IGNORED:
             assert outputs == [tokens[: group.max_tokens] for tokens in expected_outputs(group)]
-    return trial
 
 
-@given(policies, st.lists(requests, min_size=1, max_size=14), st.integers(6, 60), st.sampled_from([0, 12]))
+@given(
+    st.builds(Walk, policies, concurrency, st.integers(6, 60), st.sampled_from([0, 12])),
+    st.lists(requests, min_size=1, max_size=14),
+)
 @settings(max_examples=150, deadline=None)
-def test_exactly_those_that_kill_are_failed_within_the_bound_and_all_others_complete(policy, given, blocks, swap):
-    trial = walk(policy, given, blocks, swap, frozenset())
+def test_exactly_those_that_kill_are_failed_within_the_bound_and_all_others_complete(trial, given):
+    walk(trial, given, frozenset())
     assert trial.convicted == trial.killers
 
 
 @given(
-    policies,
+    st.builds(Walk, policies, concurrency, st.integers(6, 60), st.just(0)),
     st.lists(requests, min_size=1, max_size=8),
-    st.integers(6, 60),
     st.frozensets(st.integers(0, 60), max_size=6),
 )
 @settings(max_examples=80, deadline=None)
-def test_workers_that_die_by_themselves_beside_hang_nothing_up_and_convict_nobody_in_company(
-    policy, given, blocks, when
-):
-    trial = walk(policy, given, blocks, 0, when)
+def test_workers_that_die_by_themselves_beside_hang_nothing_up_and_convict_nobody_in_company(trial, given, when):
+    walk(trial, given, when)
     assert trial.killers <= trial.convicted

@@ -139,8 +139,8 @@ def test_greedy_tokens_are_those_of_one_rank_though_blocks_are_few(model_dir, si
     """Twenty prompts whose second half shares a prefix, with a fifth of the blocks that they would take."""
     prompts, expected, num_blocks = single_rank
     with Running(settings(model_dir, tensor, stages, num_blocks=num_blocks // 5, block_size=16)) as running:
-        depth = {} if stages == 1 else {"max_steps_in_flight": 1}
-        deployment = Deployment(running.execute, num_blocks // 5, **depth)
+        concurrency = max(1, running.info.num_concurrent_steps)
+        deployment = Deployment(running.executor.launch, num_blocks // 5, num_concurrent_steps=concurrency)
         assert greedy(deployment, prompts) == expected
     assert deployment.core.num_preemptions > 0
     assert deployment.core.num_found_tokens > 0
@@ -159,7 +159,7 @@ def single_rank(model_dir):
     ]
     alone = UniExecutor(settings(model_dir, num_blocks=2000, block_size=16))
     alone.load(lambda: None)
-    deployment = Deployment(lambda request: alone.launch(request).result(), 2000)
+    deployment = Deployment(alone.launch, 2000)
     return prompts, greedy(deployment, prompts), deployment.max_num_held
 
 

@@ -124,6 +124,7 @@ def load_worker(settings: WorkerSettings, ranks: Ranks = ALONE, host: Host = WHO
     worker = warm_up(runner, cache, name=name, dtype=dtype, kv_cache_note=size.note, quantization=settings.quantization)
     if ranks.place.num_stages > 1:
         worker.info.num_concurrent_steps = ranks.place.num_stages
+        worker.info.swap_ms_per_block *= ranks.place.num_stages  # each stage moves its layers of it
     give_back_freed_memory()
     clock.log("warmed up", swap_ms_per_block=round(worker.info.swap_ms_per_block, 4))
     return worker

@@ -32,7 +32,7 @@ from worker.logprobs import TokenLogprobs, prompt_logprobs
 from worker.models.model import Model
 from worker.sampler import Sample, SampledTokens, draw_tokens
 from worker.step_in_flight import Note, StepInFlight, StepMarks, to_host
-from worker.streams import Streams, streams_of
+from worker.streams import Mark, Streams, streams_of
 from worker.transfer import Array
 
 Column = TypeVar("Column", Array, Tensor)
@@ -62,6 +62,8 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._ranks = model.ranks
+        # Of the last step, where the stage before this one had sent what it made of it.
+        self._arrived: Mark | None = None
         self._cache = cache
         self.device = device
         self._streams = streams or streams_of(device)
@@ -78,6 +80,8 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         # The one step in flight, if any, that samples tokens which penalties of the next steps are put on.
         self._to_be_noted: StepInFlight | None = None
+        if not self._ranks.place.is_first:
+            self._ranks.on_arrival = self._note_arrival
 
     @torch.inference_mode()
     def record_decodes(self, record: Recorder, most_rows: int = MOST_ROWS) -> None:
@@ -145,7 +149,9 @@ class ModelRunner:
 
         sampled = to_host(self._sample(hidden, samples, there)) if samples else None
         prompt = to_host(self._prompt_logprobs(hidden, step, targets, there.told)) if targets else None
-        marks = StepMarks(begun, prepared, forwarded, self._streams.mark(), swap)
+        marks = StepMarks(
+            begun, prepared, forwarded, self._streams.mark(), swap, self._arrived, self._ranks.place.num_stages
+        )
         notes = [
             Note(index, sample.history, sample.sequence_index, sample.position)
             for index, sample in enumerate(samples)
@@ -200,6 +206,9 @@ class ModelRunner:
 
     def _forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
         return self._model(token_ids, positions, self._cache.layers, attention)
+
+    def _note_arrival(self) -> None:
+        self._arrived = self._streams.mark()
 
     def _sample(self, hidden: Tensor, samples: Sequence[Sample], there: "_Indexes[Tensor]") -> SampledTokens:
         """Draws a token for each sample, and keeps it for the next step."""

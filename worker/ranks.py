@@ -5,7 +5,7 @@ Huang et al. 2019, arXiv:1811.06965). All ranks run the same steps in the same o
 others are about to say. Rank 0 samples and answers, so it belongs to the last stage: stages count against ranks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
@@ -95,12 +95,14 @@ class Ranks:
 
     Attributes:
         place: of this rank.
+        on_arrival: called when hidden states have come from the stage before this one.
     """
 
     def __init__(
         self, place: Place, group: distributed.ProcessGroup | None = None, meeting: CpuMeeting | None = None
     ) -> None:
         self.place = place
+        self.on_arrival: Callable[[], None] = _nothing
         # Of the ranks that hold parts of the same layers; and what is faster, where they have it.
         self._tensor_group, self._meeting = group, meeting
 
@@ -178,6 +180,7 @@ class Ranks:
         """Hidden states from the stage before this one, [num_tokens, hidden_size]; like: [..., hidden_size]."""
         x = like.new_empty(num_tokens, like.shape[-1])
         distributed.recv(x, self.place.rank + self.place.tensor_size)
+        self.on_arrival()
         return x
 
     def send(self, x: Tensor) -> Tensor:
@@ -192,6 +195,10 @@ class Ranks:
         least = torch.tensor(values, dtype=torch.int64)
         distributed.all_reduce(least, distributed.ReduceOp.MIN)
         return [int(value) for value in least]
+
+
+def _nothing() -> None:
+    """What is done about an arrival while nobody asks for it."""
 
 
 ALONE = Ranks(Place())

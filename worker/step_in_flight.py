@@ -28,6 +28,8 @@ class StepMarks:
         forwarded: before sampling.
         finished: behind everything that the answer is made of.
         swap: of the blocks that are moved between the pools, beside the step or before its forward pass.
+        arrived: where the stage before this one has sent its hidden states; None: there is none.
+        num_stages: of the model, each of which is taken to work as long as this one.
     """
 
     begun: Mark
@@ -35,6 +37,8 @@ class StepMarks:
     forwarded: Mark
     finished: Mark
     swap: Swap | None
+    arrived: Mark | None = None
+    num_stages: int = 1
 
     @property
     def are_passed(self) -> bool:
@@ -49,11 +53,11 @@ class StepMarks:
 
     def timings(self) -> StepTimings:
         """How long each part took; once all marks are passed."""
-        swap_ms = self.swap.ended.ms_since(self.swap.begun) if self.swap is not None else 0.0
+        swap_ms = self.num_stages * self.swap.ended.ms_since(self.swap.begun) if self.swap is not None else 0.0
         return StepTimings(
             # The forward pass has not waited for a swap that took longer than the preparation.
             prepare_ms=max(self.prepared.ms_since(self.begun), swap_ms),
-            forward_ms=self.forwarded.ms_since(self.prepared),
+            forward_ms=self.num_stages * self.forwarded.ms_since(self.arrived or self.prepared),
             sample_ms=self.finished.ms_since(self.forwarded),
             swap_ms=swap_ms,
         )
