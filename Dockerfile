@@ -16,11 +16,15 @@ ARG PYTHON_IMAGE=python:3.11-slim
 FROM ${PYTHON_IMAGE} AS requirements
 WORKDIR /requirements
 COPY pyproject.toml ./
-RUN python3 -c 'import pathlib, tomllib; \
+# Extras that the worker's image has beside its own, with commas between: "ray", "transformers".
+ARG WORKER_EXTRAS=""
+RUN python3 -c 'import os, pathlib, tomllib; \
         toml = tomllib.loads(pathlib.Path("pyproject.toml").read_text()); \
-        worker = toml["project"]["optional-dependencies"]["worker"]; \
+        extras = toml["project"]["optional-dependencies"]; \
+        asked = filter(None, os.environ["WORKER_EXTRAS"].split(",")); \
+        worker = extras["worker"] + [line for name in asked for line in extras[name]]; \
         torch = [line for line in worker if line.startswith("torch==")]; \
-        services = toml["project"]["dependencies"] + toml["project"]["optional-dependencies"]["otel"]; \
+        services = toml["project"]["dependencies"] + extras["otel"]; \
         files = {"build": toml["build-system"]["requires"], "services": services, \
                  "torch": torch, "worker": [line for line in worker if line not in torch]}; \
         [pathlib.Path(f"{name}.txt").write_text("\n".join(lines) + "\n") for name, lines in files.items()]'

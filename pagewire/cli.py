@@ -65,6 +65,15 @@ class Service(StrEnum):
     router = "router"
 
 
+class Executor(StrEnum):
+    """How a worker runs its ranks."""
+
+    auto = "auto"
+    uni = "uni"
+    mp = "mp"
+    ray = "ray"
+
+
 class EarlyStopping(StrEnum):
     """When a beam search ends."""
 
@@ -79,6 +88,14 @@ _EARLY_STOPPING: dict[str | None, Any] = {None: None, "true": True, "false": Fal
 Target = Annotated[str, typer.Option(help="The server, as HOST:PORT or unix:PATH.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="The cluster's port.")]
 ModelName = Annotated[str, typer.Option(help="A checkpoint's folder, a hub name, or smollm2-135m, which is fetched.")]
+Routers = Annotated[
+    int, typer.Option(min=1, max=64, help="Router processes; they share the port, and each connection goes to one.")
+]
+Replicas = Annotated[
+    int, typer.Option(min=1, max=64, help="Schedulers, each with a worker; workers share out cores and GPUs.")
+]
+TensorParallelSize = Annotated[int | None, typer.Option(min=1, help="Ranks of each worker that split every layer.")]
+PipelineParallelSize = Annotated[int | None, typer.Option(min=1, help="Stages of each worker that split the layers.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens of an answer at most.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option(help="Sample from the most probable tokens that reach this probability.")]
@@ -130,17 +147,21 @@ def up(
     host: Annotated[str, typer.Option(help="Where the router listens.")] = "127.0.0.1",
     port: Port = 50051,
     dtype: Annotated[str | None, typer.Option(help="Type of weights and KV cache, as bfloat16 or float32.")] = None,
-    kv_cache_bytes: Annotated[str | None, typer.Option(help="Size of the KV cache.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run together at most.")] = None,
+    kv_cache_bytes: Annotated[str | None, typer.Option(help="Size of each worker's KV cache.")] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Sequences that run together at most, at each scheduler.")
+    ] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step at most.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The name that requests may carry.")] = None,
-    routers: Annotated[
-        int, typer.Option(min=1, max=64, help="Router processes; they share the port, and each connection goes to one.")
-    ] = 1,
+    routers: Routers = 1,
+    replicas: Replicas = 1,
+    executor: Annotated[Executor | None, typer.Option(help="How each worker runs its ranks.")] = None,
+    tensor_parallel_size: TensorParallelSize = None,
+    pipeline_parallel_size: PipelineParallelSize = None,
     log_level: Annotated[LogLevel | None, typer.Option(help="Least severe line logged.")] = None,
     log_format: Annotated[LogFormat | None, typer.Option(help="Text, or a JSON object per line.")] = None,
     record: Annotated[
-        Path | None, typer.Option(help="File for all that the scheduler decides, for `replay`; prompts are in it.")
+        Path | None, typer.Option(help="File for all that a scheduler decides, for `replay`; prompts are in it.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="SERVICE.OPTION=VALUE", help="Any other option of a service.")
@@ -148,7 +169,7 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Run in the background once it serves.")] = False,
     log_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Start a cluster on this machine: worker, scheduler and router. Ctrl-C drains it."""
+    """Start a cluster on this machine: worker, scheduler and router, or several of each. Ctrl-C drains it."""
     import dataclasses
 
     from pagewire import models
@@ -161,12 +182,15 @@ def up(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         served_model_name=served_model_name,
+        executor=executor and executor.value,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
         log_level=log_level and log_level.value,
         log_format=log_format and log_format.value,
         record=None if record is None else str(record),
     )
     told = (*shared, *map(Setting.parse, settings or ()))
-    options = LaunchOptions(model, host, port, told, log_file, ctx.obj, routers)
+    options = LaunchOptions(model, host, port, told, log_file, ctx.obj, routers, replicas)
     # Before a download rather than after it.
     check_free(options)
     options = dataclasses.replace(options, model=models.resolve(model, _console()))

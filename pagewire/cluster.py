@@ -23,6 +23,7 @@ from pagewire import health
 from pagewire.access import Access
 from pagewire.errors import PagewireError
 from pagewire.processes import environment, tied
+from pagewire.shares import Share
 
 # The status with which our services refuse their options; to start them again would not help.
 USAGE_ERROR = 2
@@ -49,6 +50,7 @@ class ServiceProcess:
         stop_within_s: seconds between SIGTERM and SIGKILL.
         access: how one gets in there.
         peers: the name of the services that it is one of; those stop at the same time. By itself if empty.
+        share: what it may use of the machine.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ServiceProcess:
     stop_within_s: float = 40.0
     access: Access = Access()  # noqa: RUF009  # frozen
     peers: str = ""
+    share: Share = Share()  # noqa: RUF009  # frozen
 
 
 @dataclass(slots=True)
@@ -196,11 +199,11 @@ class Cluster:
 
     async def _run_once(self, service: ServiceProcess) -> int:
         process = await asyncio.create_subprocess_exec(
-            *tied(service.command),
+            *tied(service.command, service.share.cores),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=environment(),
+            env=environment() | service.share.environment,
             # A terminal's Ctrl-C is for the launcher, which then stops the services in order.
             start_new_session=True,
         )

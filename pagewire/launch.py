@@ -5,6 +5,7 @@ The services are started by name, as any other user of this machine would; this 
 
 import socket
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Self
 
@@ -12,6 +13,7 @@ from pagewire import state
 from pagewire.access import Access
 from pagewire.cluster import LaunchError, ServiceProcess
 from pagewire.processes import module_command
+from pagewire.shares import Share, shares
 
 SERVICES = ("worker", "scheduler", "router")
 # Options of `pagewire up` that are one fact for several services.
@@ -21,12 +23,17 @@ SHARED_OPTIONS = {
     "served_model_name": ("worker",),
     "max_num_seqs": ("scheduler",),
     "max_num_batched_tokens": ("scheduler", "worker"),
+    "executor": ("worker",),
+    "tensor_parallel_size": ("worker",),
+    "pipeline_parallel_size": ("worker",),
     "record": ("scheduler",),
     "log_level": SERVICES,
     "log_format": SERVICES,
 }
-# Addresses that routers can not share: the first of several has the one that is told, each other one the next port.
-_UNSHARED_OPTIONS = ("admin-listen", "metrics-listen")
+# Addresses that peers can not share: the first of several has the one that is told, each other one the next port.
+_UNSHARED_ADDRESSES = ("admin-listen", "metrics-listen")
+# Files that they can not share: each has one that ends like its name.
+_UNSHARED_FILES = ("record",)
 # Services give live requests this long after SIGTERM unless told otherwise, and then take a moment to end.
 _DRAIN_GRACE_S = 30.0
 _STOP_MARGIN_S = 10.0
@@ -58,8 +65,10 @@ class Setting:
 
     def of_peer(self, number: int) -> "Setting":
         """The same for one of several peers, counted from 1, where they can not share what it says."""
+        if self.option in _UNSHARED_FILES:
+            return replace(self, value=f"{self.value}-{number}")
         host, colon, port = self.value.rpartition(":")
-        if self.option not in _UNSHARED_OPTIONS or not port.isdigit() or int(port) == 0:  # 0 is any free one
+        if self.option not in _UNSHARED_ADDRESSES or not port.isdigit() or int(port) == 0:  # 0 is any free one
             return self
         return replace(self, value=f"{host}{colon}{int(port) + number - 1}")
 
@@ -86,6 +95,7 @@ class LaunchOptions:
         log_file: where the launcher's output goes, for `status` to tell; None for a terminal.
         access: how the router lets a client in, which is asked for its health.
         routers: router processes, which share the port.
+        replicas: schedulers, each of which has a worker; workers share out the machine.
     """
 
     model: str
@@ -95,14 +105,19 @@ class LaunchOptions:
     log_file: Path | None = None
     access: Access = Access()  # noqa: RUF009  # frozen
     routers: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
-        """Raises LaunchError where several routers are told to listen at one address and there are no next ones."""
-        for option in _UNSHARED_OPTIONS:
-            told = self.value("router", option, "")
-            if self.routers > 1 and told and not told.rpartition(":")[2].isdigit():
-                remedy = 'write "host:port"; each router gets a port of its own from there on'
-                raise LaunchError(f"router.{option}: {self.routers} routers can not share {told}; {remedy}")
+        """Raises LaunchError where several peers are told to listen at one address and there are no next ones."""
+        for service, option in product(SERVICES, _UNSHARED_ADDRESSES):
+            told, num = self.value(service, option, ""), self.num(service)
+            if num > 1 and told and not told.rpartition(":")[2].isdigit():
+                remedy = f'write "host:port"; each {service} gets a port of its own from there on'
+                raise LaunchError(f"{service}.{option}: {num} {service}s can not share {told}; {remedy}")
+
+    def num(self, service: str) -> int:
+        """Processes of a service."""
+        return self.routers if service == "router" else self.replicas
 
     @property
     def address(self) -> str:
@@ -127,8 +142,8 @@ class LaunchOptions:
         """The same as arguments of `pagewire up`."""
         log_file = ["--log-file", str(self.log_file)] if self.log_file else []
         settings = [argument for setting in self.settings for argument in ("--set", str(setting))]
-        routers = ["--routers", str(self.routers)]
-        return ["--model", self.model, "--host", self.host, "--port", str(self.port), *routers, *log_file, *settings]
+        nums = ["--routers", str(self.routers), "--replicas", str(self.replicas)]
+        return ["--model", self.model, "--host", self.host, "--port", str(self.port), *nums, *log_file, *settings]
 
 
 def shared_settings(**values: str | int | None) -> tuple[Setting, ...]:
@@ -143,34 +158,47 @@ def shared_settings(**values: str | int | None) -> tuple[Setting, ...]:
 
 def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
     """All services in the order of their start, with their sockets in `directory`."""
-    worker, scheduler = f"unix:{directory}/worker.sock", f"unix:{directory}/scheduler.sock"
 
-    def process(name: str, address: str, *arguments: str, number: int | None = None) -> ServiceProcess:
-        told = options.settings_of(name)
-        if number is not None:
-            told = [setting.of_peer(number) for setting in told]
+    def sockets(service: str) -> dict[str, str]:
+        """By the names of its processes, which have numbers where there are several."""
+        num = options.num(service)
+        names = [service] if num == 1 else [f"{service}-{number}" for number in range(1, num + 1)]
+        return {name: f"unix:{directory}/{name}.sock" for name in names}
+
+    def process(name: str, address: str, *arguments: str, share: Share = Share()) -> ServiceProcess:  # noqa: B008
+        service, _, number = name.partition("-")
+        told = options.settings_of(service)
+        if number:
+            told = [Setting(service, "log-name", name), *(setting.of_peer(int(number)) for setting in told)]
         return ServiceProcess(
-            name if number is None else f"{name}-{number}",
-            module_command(name, [*arguments, *(setting.argument for setting in told)]),
+            name,
+            module_command(service, [*arguments, *(setting.argument for setting in told)]),
             address,
-            _drain_s(options, name) + _STOP_MARGIN_S,
-            options.access if name == "router" else Access(),
-            peers=name,
+            _drain_s(options, service) + _STOP_MARGIN_S,
+            options.access if service == "router" else Access(),
+            peers=service,
+            share=share,
         )
 
-    behind = ("--scheduler", scheduler, "--model", options.model)
+    workers, schedulers = sockets("worker"), sockets("scheduler")
+    behind = ("--scheduler", ",".join(schedulers.values()), "--model", options.model)
     if options.routers == 1:
         routers = [process("router", options.target, "--listen", options.address, *behind)]
     else:
         # On the shared port any of them answers; on a socket of its own each one for itself.
-        own = {number: f"unix:{directory}/router-{number}.sock" for number in range(1, options.routers + 1)}
         routers = [
-            process("router", socket, "--listen", f"{options.address},{socket}", "--share-port", *behind, number=number)
-            for number, socket in own.items()
+            process(name, own, "--listen", f"{options.address},{own}", "--share-port", *behind)
+            for name, own in sockets("router").items()
         ]
     return [
-        process("worker", worker, "--listen", worker, "--model", options.model),
-        process("scheduler", scheduler, "--listen", scheduler, "--worker", worker),
+        *(
+            process(name, own, "--listen", own, "--model", options.model, share=share)
+            for (name, own), share in zip(workers.items(), shares(options.replicas), strict=True)
+        ),
+        *(
+            process(name, own, "--listen", own, "--worker", worker)
+            for (name, own), worker in zip(schedulers.items(), workers.values(), strict=True)
+        ),
         *routers,
     ]
 

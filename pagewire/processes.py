@@ -14,8 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 _TIED = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() == int(sys.argv[1]):  # else the parent died before the line above
-    os.execv(sys.argv[2], sys.argv[2:])
+if sys.argv[2]:
+    os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
+if os.getppid() == int(sys.argv[1]):  # else the parent died before the first line
+    os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
@@ -24,9 +26,9 @@ def module_command(module: str, arguments: Sequence[str] = ()) -> tuple[str, ...
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
-def tied(command: Sequence[str]) -> tuple[str, ...]:
-    """The same command, as a child that is killed when the process that runs now ends."""
-    return (sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command)
+def tied(command: Sequence[str], cores: Iterable[int] = ()) -> tuple[str, ...]:
+    """The same command, as a child that is killed when the process that runs now ends, and uses these cores only."""
+    return (sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), ",".join(map(str, cores)), *command)
 
 
 def environment() -> dict[str, str]:

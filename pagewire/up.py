@@ -132,10 +132,9 @@ class _Foreground:
 
 
 def _coloured(name: str, line: str) -> Text:
-    """A log line whose service's name, near its start, has the service's colour."""
+    """A log line whose process's name, near its start, has the colour of the service."""
     text = Text(line)
-    name = name.partition("-")[0]  # one of several signs as all of them
     place = line.find(name, 0, 40)
     if place >= 0:
-        text.stylize(_COLOURS.get(name, "bold"), place, place + len(name))
+        text.stylize(_COLOURS.get(name.partition("-")[0], "bold"), place, place + len(name))
     return text

@@ -38,6 +38,9 @@ class Settings(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
     log_format: Literal["text", "json"] = Field("text", description="logfmt-like text, or a JSON object per line")
+    log_name: str = Field(
+        "", pattern=r"^[\w.-]*$", description="what signs log lines (default: the kind of service); tells several apart"
+    )
     metrics_listen: str = Field("", description='address that Prometheus scrapes: "host:port"; empty for none')
     otlp_endpoint: str = Field("", description='collector of spans, OTLP over gRPC: "http://host:4317"; empty for none')
 
@@ -85,8 +88,8 @@ def _usage_error(service: str, message: str) -> NoReturn:
 
 def start_logging(service: str, settings: Settings) -> None:
     """Logs to standard error, one line per event; keyword facts are given as `extra={...}`."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(_JsonFormatter(service) if settings.log_format == "json" else _TextFormatter(service))
+    handler, name = logging.StreamHandler(), settings.log_name or service
+    handler.setFormatter(_JsonFormatter(name) if settings.log_format == "json" else _TextFormatter(name))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
 
 

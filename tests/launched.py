@@ -1,4 +1,4 @@
-"""`pagewire up` as a process, with the real router and scheduler, and a worker that answers at once."""
+"""`pagewire up` as a process, with the real router and scheduler, and the real worker or one that answers at once."""
 
 import contextlib
 import json
@@ -23,13 +23,23 @@ def launched(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
     # It has no model, and nobody to wait for: --model DIRECTORY --drain-grace-s=0.
     without = "import sys; at = sys.argv.index('--model'); del sys.argv[at : at + 3]"
     (package / "__main__.py").write_text(f"{without}; from bench.instant_worker import main; main()")
-    model, text, port = write_tokenizer(directory / "model"), directory / "text.json", free_port()
+    text = directory / "text.json"
     text.write_text(json.dumps(list(TEXT.encode())))
     script = {"text": text, "vocabulary-size": VOCABULARY_SIZE, "step-ms": 5}
     told = [word for option, value in script.items() for word in ("--set", f"worker.{option}={value}")]
-    command = module_command("pagewire", ["up", "--model", str(model), "--port", str(port), *told, *arguments])
-    env = environment()
-    env["PYTHONPATH"] = f"{package.parent}:{env.get('PYTHONPATH', '')}"
+    with launched_with(write_tokenizer(directory / "model"), *told, *arguments, path=package.parent) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def launched_with(
+    model: Path, *arguments: str, path: Path | None = None
+) -> Iterator[tuple[subprocess.Popen, state.ClusterState]]:
+    """`pagewire up` for a model, once it serves; packages in the folder `path` go before ours."""
+    port, env = free_port(), environment()
+    command = module_command("pagewire", ["up", "--model", str(model), "--port", str(port), *arguments])
+    if path is not None:
+        env["PYTHONPATH"] = f"{path}:{env.get('PYTHONPATH', '')}"
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             yield process, wait_for(lambda: (now := state.load(port)) and now.serving and now)

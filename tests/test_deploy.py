@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
@@ -52,15 +54,17 @@ def pods() -> Iterator[tuple[str, dict]]:
             yield name, resource["spec"]["template"]["spec"]
 
 
-def containers() -> Iterator[tuple[str, dict]]:
-    for _, pod in pods():
+def containers(*names: str) -> Iterator[tuple[str, dict]]:
+    """Name and specification of the containers in these Pods, or in all."""
+    for name, pod in pods():
         for container in pod["containers"] + pod.get("initContainers", []):
-            yield container["name"], container
+            if not names or name in names:
+                yield container["name"], container
 
 
 def composed() -> dict:
     """compose.yaml with all profiles, as compose understands it."""
-    profiles = ("--profile", "envoy", "--profile", "observability")
+    profiles = ("--profile", "envoy", "--profile", "observability", "--profile", "ray")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWIRE_")}
     command = (tool("docker-compose"), "--file", ROOT / "compose.yaml", *profiles, "config", "--format", "json")
     return json.loads(ran(*command, env=clean))
@@ -71,9 +75,35 @@ def settings_of(service: str, words: list[str]) -> object:
     return SETTINGS[service].parse(service, words)
 
 
+def options(words: list[str]) -> dict[str, str]:
+    """What follows each option, be it by a blank or by an equals sign."""
+    parts = [part for word in words for part in word.split("=", 1)]
+    return {word: value for word, value in pairwise(parts) if word.startswith("--")}
+
+
+def ray_services(file: str) -> tuple[dict, dict, dict]:
+    """Head of Ray, node, and the container of a node and the worker's front, as compose or Kubernetes has them."""
+    if file == "compose":
+        services = composed()["services"]
+        return services["ray-head"], services["ray-node"], services["ray-worker"]
+    found = dict(containers("ray-head", "ray-node", "scheduler-ray"))
+    return found["ray-head"], found["ray-node"], found["worker"]
+
+
+def words_of(container: dict) -> list[str]:
+    return [*container["command"], *container.get("args", [])]
+
+
+def commands_in(container: dict) -> list[list[str]]:
+    """Of a container whose command is a script of a line: `A && exec B`."""
+    shell, flag, script = words_of(container)
+    assert (shell, flag) == ("sh", "-c")
+    return [shlex.split(command) for command in script.split(" && exec ")]
+
+
 def test_compose_accepts_every_profile():
     services = composed()["services"]
-    assert {"envoy", "descriptors", "prometheus", "grafana"} < services.keys()
+    assert {"envoy", "descriptors", "prometheus", "grafana", "ray-head", "ray-node", "ray-worker"} < services.keys()
     for name in ("worker", "scheduler", "router"):
         assert "profiles" not in services[name]
         assert services[name]["read_only"]
@@ -99,11 +129,39 @@ def test_kubernetes_knows_every_field_of_the_manifests(path):
 
 
 def test_every_command_in_the_manifests_is_one_that_the_service_takes():
-    served = {name: container for name, container in containers() if name in SETTINGS}
-    assert served.keys() == SETTINGS.keys()
-    for name, container in served.items():
+    served = [*containers("router", "scheduler"), ("scheduler", dict(containers("scheduler-ray"))["scheduler"])]
+    assert {name for name, _ in served} == SETTINGS.keys()
+    for name, container in served:
         assert container["command"] == ["python", "-m", name]
         settings_of(name, container["args"])
+
+
+@pytest.mark.parametrize("file", ["compose", "kubernetes"])
+@pytest.mark.skipif("executor" not in WorkerSettings.model_fields, reason="this worker has no --executor yet")
+def test_a_worker_takes_what_it_is_told_of_ray(file):
+    *_, front = ray_services(file)
+    _, command = commands_in(front)
+    assert command[:3] == ["python", "-m", "worker"]
+    assert settings_of("worker", command[3:]).executor == "ray"
+
+
+@pytest.mark.parametrize("file", ["compose", "kubernetes"])
+def test_nodes_of_ray_meet_at_the_head_and_have_a_place_for_each_rank(file):
+    head, node, front = ray_services(file)
+    start, command = commands_in(front)
+    meeting, worker = options(words_of(head)), options(command)
+    nodes = [options(words_of(node)), options(start)]
+    assert {each["--address"] for each in nodes} == {worker["--ray-address"]} == {f"ray-head:{meeting['--port']}"}
+    assert meeting["--num-cpus"] == "0", "ranks are where the memory for them is"
+    assert [int(each["--num-cpus"]) for each in nodes] == [1] * int(worker["--tensor-parallel-size"])
+
+
+def test_compose_names_the_worker_on_ray_like_the_one_whose_place_it_takes():
+    services = composed()["services"]
+    assert services["ray-worker"]["networks"]["default"]["aliases"] == ["worker"]
+    host, _, port = options(services["scheduler"]["command"])["--worker"].partition(":")
+    _, command = commands_in(services["ray-worker"])
+    assert (host, options(command)["--listen"]) == ("worker", f"0.0.0.0:{port}")
 
 
 def test_no_container_may_do_more_than_it_must():
@@ -119,8 +177,8 @@ def test_no_container_may_do_more_than_it_must():
 
 
 def test_probes_ask_for_names_and_ports_that_are_served():
-    for name in ("router", "scheduler"):
-        container = dict(containers())[name]
+    for pod, name in (("router", "router"), ("scheduler", "scheduler"), ("scheduler-ray", "scheduler")):
+        container = dict(containers(pod))[name]
         port = next(row["containerPort"] for row in container["ports"] if row["name"] == "grpc")
         assert container["startupProbe"]["grpc"] == {"port": port, "service": "liveness"}
         assert container["livenessProbe"]["grpc"] == {"port": port, "service": "liveness"}
@@ -218,8 +276,9 @@ def test_prometheus_scrapes_what_the_services_are_told_to_serve():
         name, (discovery,) = scrape["job_name"], scrape["dns_sd_configs"]
         assert discovery["names"] == [name]
         assert settings_of(name, services[name]["command"][3:]).metrics_listen == f"0.0.0.0:{discovery['port']}"
-        (port,) = [row["containerPort"] for row in dict(containers())[name]["ports"] if "metrics" in row["name"]]
-        assert settings_of(name, dict(containers())[name]["args"]).metrics_listen == f"0.0.0.0:{port}"
+        container = dict(containers("router", "scheduler"))[name]
+        (port,) = [row["containerPort"] for row in container["ports"] if "metrics" in row["name"]]
+        assert settings_of(name, container["args"]).metrics_listen == f"0.0.0.0:{port}"
 
 
 def test_the_dashboard_is_laid_out_without_overlaps():

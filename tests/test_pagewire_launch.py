@@ -249,7 +249,7 @@ def test_several_routers_share_the_port_and_have_a_socket_each():
     assert chain[3].address == "unix:/d/router-2.sock"
     assert " ".join(chain[3].command[2:]) == (
         "-m router --listen 127.0.0.1:7000,unix:/d/router-2.sock --share-port"
-        " --scheduler unix:/d/scheduler.sock --model /m --log-format=json"
+        " --scheduler unix:/d/scheduler.sock --model /m --log-name=router-2 --log-format=json"
     )
 
 
@@ -343,16 +343,18 @@ def test_a_detached_cluster_serves_and_is_shown_and_stopped(home, port):
     assert "nothing runs" in pagewire("down", "--port", port).stdout
 
 
-@pytest.mark.parametrize("routers", [1, 2])
-def test_a_cluster_behind_tls_is_started_and_shown_by_who_trusts_it(routers, home, port):
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_cluster_behind_tls_is_started_and_shown_by_who_trusts_it(num, home, port):
     authority = Authority(home)
     certificate, key = authority.issue()
     tls = ("--set", f"router.tls-certificate={certificate}", "--set", f"router.tls-key={key}")
-    up = pagewire("--ca", authority.ca, "up", "--model", home, "--port", port, "--detach", "--routers", routers, *tls)
+    several = ("--routers", num, "--replicas", num)
+    up = pagewire("--ca", authority.ca, "up", "--model", home, "--port", port, "--detach", *several, *tls)
     assert (up.returncode, up.stderr) == (0, "")
     shown = pagewire("--ca", authority.ca, "status", "--port", port)
     assert shown.returncode == 0
-    assert shown.stdout.count("SERVING") == 3 + routers, "all services, and where it listens"
+    assert shown.stdout.count("SERVING") == 3 * num + 1, "all processes, and where it listens"
+    assert [name for name in state.load(port).addresses if name not in shown.stdout] == []
     assert pagewire("status", "--port", port).returncode == 1
     assert pagewire("down", "--port", port).returncode == 0
 
@@ -381,17 +383,18 @@ def test_a_detached_cluster_that_cannot_start_shows_the_end_of_its_log(home, por
 
 
 def test_each_process_of_a_service_is_replaced_when_the_one_before_serves(home, port):
-    process, running = started(home, port, "--routers", "2", "--set", f"router.journal={home}/journal")
+    several = ("--routers", "2", "--replicas", "2")
+    process, running = started(home, port, *several, "--set", f"router.journal={home}/journal")
     shown = pagewire("restart", "router", "worker", "--port", port)
     assert (shown.returncode, shown.stderr) == (0, "")
     pids = state.load(port).service_pids
-    for name, line in zip(("router-1", "router-2", "worker"), shown.stdout.splitlines(), strict=True):
+    for name, line in zip(("router-1", "router-2", "worker-1", "worker-2"), shown.stdout.splitlines(), strict=True):
         assert re.fullmatch(rf"{name} serves again, as pid {pids[name]}; it was away for \d+\.\d s", line)
-    assert {name for name, pid in pids.items() if pid == running.service_pids[name]} == {"scheduler"}
+    assert {name for name, pid in pids.items() if pid == running.service_pids[name]} == {"scheduler-1", "scheduler-2"}
     assert (home / "journal").read_text().splitlines()[2:] == ["router stop", "router start"] * 2
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=WAIT_S)
-    assert "worker has stopped; starting its successor" in output
+    assert "worker-2 has stopped; starting its successor" in output
 
 
 def test_a_restart_says_what_it_waited_for_in_vain(home):

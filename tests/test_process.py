@@ -33,6 +33,7 @@ def test_flags_win_over_the_environment_and_the_environment_over_defaults(monkey
             ["--otlp-endpoint", "host:1"],
             "--otlp-endpoint: host:1 is no address here; write it like http://127.0.0.1:43",
         ),
+        (["--log-name", "a b"], "--log-name: String should match pattern"),
         (["--max-num-seqs", "600"], "max_num_seqs (600) must be at least 1 and at most max_num_batched_tokens (512)"),
     ],
 )
@@ -60,6 +61,16 @@ def test_log_lines_carry_their_facts_as_text_or_json(capsys):
     assert json.loads(line)["request_id"] == "r1"
     assert json.loads(line)["service"] == "router"
     logging.getLogger().handlers.clear()
+
+
+def test_one_of_several_signs_its_log_lines_with_a_name_of_its_own(capsys):
+    for form in ("text", "json"):
+        start_logging("router", RouterSettings(model="m", log_format=form, log_name="router-2"))
+        logging.getLogger("x").info("request")
+    text, line = capsys.readouterr().err.strip().splitlines()
+    logging.getLogger().handlers.clear()
+    assert text.endswith("INFO  router-2  request")
+    assert json.loads(line)["service"] == "router-2"
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

@@ -146,7 +146,7 @@ async def recoveries(plan: Plan, folder: Path) -> dict[str, list[float]]:
         reading = asyncio.create_task(load.run(expected, stop))
         await asyncio.sleep(2.0)
         found: dict[str, list[float]] = {}
-        for name in ("worker-1", "scheduler-1"):
+        for name in ("worker", "scheduler"):
             found[name] = []
             for _ in range(_NUM_RECOVERIES):
                 found[name].append(await recovery_s(site, load, name))
@@ -154,7 +154,7 @@ async def recoveries(plan: Plan, folder: Path) -> dict[str, list[float]]:
         stop.set()
         await reading
         assert not load.wrong, load.wrong
-    return {"worker_cold_start_s": starts, "worker_back_s": found["worker-1"], "scheduler_back_s": found["scheduler-1"]}
+    return {"worker_cold_start_s": starts, "worker_back_s": found["worker"], "scheduler_back_s": found["scheduler"]}
 
 
 def _arguments() -> argparse.Namespace:

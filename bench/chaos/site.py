@@ -1,13 +1,13 @@
 """The cluster that is disturbed: real services under the launcher's own supervision, restarted without a growing delay.
 
-With several schedulers each has a worker of its own, and the routers have them all.
+Several schedulers are replicas of `pagewire up`.
 """
 
 import asyncio
 import contextlib
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -102,8 +102,8 @@ async def supervised(
 ) -> AsyncIterator[Site]:
     """A cluster that serves, with its sockets in `folder`."""
     told = tuple(Setting.parse(text) for text in (*SETTINGS, *settings))
-    options = LaunchOptions(str(model), port=free_port(), routers=NUM_ROUTERS, settings=told)
-    ports = [free_port() for _ in range(num_schedulers)]
+    options = LaunchOptions(str(model), port=free_port(), routers=NUM_ROUTERS, replicas=num_schedulers, settings=told)
+    chain, ports = _measured(services(options, str(folder)))
     stop, ready, pids = asyncio.Event(), asyncio.Event(), dict[str, int]()
 
     def note(now: dict[str, int]) -> None:
@@ -112,7 +112,7 @@ async def supervised(
 
     with log_file.open("a", buffering=1) as log:
         cluster = Cluster(
-            _chains(services(options, str(folder)), ports),
+            chain,
             on_line=lambda name, line: print(f"{name}: {line}", file=log),
             on_pids=note,
             new_policy=steady_policy,
@@ -146,24 +146,17 @@ async def cold_start_s(model: Path, folder: Path, settings: Sequence[str]) -> fl
     return taken[0]
 
 
-def _chains(single: Sequence[ServiceProcess], metrics_ports: Sequence[int]) -> list[ServiceProcess]:
-    """A worker and a scheduler for each port, the routers before them all."""
-    worker, scheduler, *routers = single
-    workers, schedulers = [], []
-    for number, port in enumerate(metrics_ports, 1):
-        own = {each.address: f"{each.address}-{number}" for each in (worker, scheduler)}
-        workers.append(_readdressed(worker, own, number))
-        metrics = f"--metrics-listen=127.0.0.1:{port}"
-        numbered = _readdressed(scheduler, own, number)
-        schedulers.append(replace(numbered, command=(*numbered.command, metrics)))
-    everyone = {scheduler.address: ",".join(each.address for each in schedulers)}
-    return [*workers, *schedulers, *(_readdressed(router, everyone) for router in routers)]
+def _measured(chain: Sequence[ServiceProcess]) -> tuple[list[ServiceProcess], list[int]]:
+    """The same services with metrics of the schedulers, and their ports."""
+    ports: list[int] = []
 
+    def told(service: ServiceProcess) -> ServiceProcess:
+        if service.peers != "scheduler":
+            return service
+        ports.append(free_port())
+        return replace(service, command=(*service.command, f"--metrics-listen=127.0.0.1:{ports[-1]}"))
 
-def _readdressed(service: ServiceProcess, addresses: Mapping[str, str], number: int | None = None) -> ServiceProcess:
-    command = tuple(addresses.get(word, word) for word in service.command)
-    name = service.name if number is None else f"{service.name}-{number}"
-    return replace(service, name=name, command=command, address=addresses.get(service.address, service.address))
+    return [told(service) for service in chain], ports
 
 
 def _computed_tokens(port: int) -> float | None:
