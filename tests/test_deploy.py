@@ -137,7 +137,6 @@ def test_every_command_in_the_manifests_is_one_that_the_service_takes():
 
 
 @pytest.mark.parametrize("file", ["compose", "kubernetes"])
-@pytest.mark.skipif("executor" not in WorkerSettings.model_fields, reason="this worker has no --executor yet")
 def test_a_worker_takes_what_it_is_told_of_ray(file):
     *_, front = ray_services(file)
     _, command = commands_in(front)

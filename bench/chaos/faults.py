@@ -12,6 +12,7 @@ from bench.chaos.load import Load
 from bench.chaos.site import Site
 
 SERVICES = ("worker", "scheduler", "router")
+RANK = "rank"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 # Seconds that a process is suspended: mostly less than anybody looks for, sometimes over --health-stall-s (5 s) or
 # until its supervisor or keepalive has given it up.
@@ -37,7 +38,7 @@ class Fault:
 
     @property
     def service(self) -> str:
-        """Of `SERVICES`."""
+        """Of `SERVICES`, or `RANK`."""
         return self.name.partition("-")[0]
 
 
@@ -59,6 +60,7 @@ class Faults:
     ) -> None:
         self.done: list[Fault] = []
         self._site = site
+        self._services = (*SERVICES, RANK) if any(name.startswith(RANK) for name in site.processes) else SERVICES
         self._load = load
         self._rng = rng
         self._spacing_s = spacing_s
@@ -75,8 +77,10 @@ class Faults:
                 if fault is None:  # all processes of that service are being started
                     await asyncio.sleep(0.05)
                     continue
-                pid = self._site.pids[fault.name]
+                pid = self._site.processes.get(fault.name)
                 try:
+                    if pid is None:
+                        raise ProcessLookupError
                     os.kill(pid, fault.signal)
                 except ProcessLookupError:  # it has just ended
                     self._deck.append((fault.service, fault.signal))
@@ -88,10 +92,10 @@ class Faults:
 
     def _next(self) -> Fault | None:
         if not self._deck:
-            self._deck = [(service, number) for service in SERVICES for number in SIGNALS]
+            self._deck = [(service, number) for service in self._services for number in SIGNALS]
             self._rng.shuffle(self._deck)
         service, number = self._deck[-1]
-        names = sorted(name for name in self._site.pids if name.partition("-")[0] == service)
+        names = sorted(name for name in self._site.processes if name.partition("-")[0] == service)
         if not names:
             return None
         self._deck.pop()
@@ -101,7 +105,7 @@ class Faults:
     async def _resume(self, fault: Fault, pid: int) -> None:
         assert fault.suspended_s is not None
         await asyncio.sleep(fault.suspended_s)
-        if self._site.pids.get(fault.name) == pid:
+        if self._site.processes.get(fault.name) == pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from bench.chaos.faults import SERVICES, SIGNALS, Fault
+from bench.chaos.faults import RANK, SERVICES, SIGNALS, Fault
 from bench.chaos.load import Load
 from pagewire.bench import percentile
 
@@ -63,7 +63,7 @@ def rows_of(faults: Sequence[Fault], load: Load) -> list[Row]:
                 gap_s = reading.longest_gap_s(fault.at, float(next_at))
                 if gap_s is not None:
                     pauses[kind].append(gap_s)
-    order = [(service, number.name) for service in SERVICES for number in SIGNALS]
+    order = [(service, number.name) for service in (*SERVICES, RANK) for number in SIGNALS]
     return [
         Row(*kind, counts[kind], len(found), percentile(found, 50), percentile(found, 99))
         for kind in order

@@ -54,6 +54,13 @@ class Site:
     pids: dict[str, int] = field(default_factory=dict)
     num_computed_tokens: float = 0
 
+    @property
+    def processes(self) -> dict[str, int]:
+        """Services, and the ranks of workers that have processes for them, as "rank-0-of-worker"."""
+        workers = [(name, pid) for name, pid in self.pids.items() if name.partition("-")[0] == "worker"]
+        ranks = {f"rank-{n}-of-{name}": pid for name, parent in workers for n, pid in enumerate(_ranks_of(parent))}
+        return self.pids | ranks
+
     def raise_if_over(self) -> None:
         """Raises what ended the cluster."""
         if self.run.done():
@@ -157,6 +164,16 @@ def _measured(chain: Sequence[ServiceProcess]) -> tuple[list[ServiceProcess], li
         return replace(service, command=(*service.command, f"--metrics-listen=127.0.0.1:{ports[-1]}"))
 
     return [told(service) for service in chain], ports
+
+
+def _ranks_of(front: int) -> list[int]:
+    """The processes that a worker has spawned for its ranks."""
+    with contextlib.suppress(OSError):
+        children = [
+            int(pid) for path in Path(f"/proc/{front}/task").glob("*/children") for pid in path.read_text().split()
+        ]
+        return sorted(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return []  # it has just ended
 
 
 def _computed_tokens(port: int) -> float | None:

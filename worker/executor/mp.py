@@ -243,7 +243,8 @@ def _run(start: _Start, descriptors: list[Any], places: Connection, tell: Connec
         os._exit(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     settings = WorkerSettings.model_validate_json(start.settings)
-    start_logging(f"rank {start.place.rank}", settings)
+    name = f"{settings.log_name or 'worker'}/{start.place.rank}"
+    start_logging("worker", settings.model_copy(update={"log_name": name}))
     try:
         store = TCPStore(_HOST, start.port, is_master=False)
         steps, meeting = (descriptor.detach() for descriptor in descriptors)
