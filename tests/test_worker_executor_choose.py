@@ -1,0 +1,54 @@
+"""Which executor runs a worker's ranks, and why."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from worker.checkpoint import ModelError
+from worker.config import WorkerSettings
+from worker.executor.choose import choose
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+def chosen(*, num_gpus=0, has_ray=False, environment=None, **settings):
+    return choose(WorkerSettings(model="m", **settings), environment or {}, num_gpus, has_ray=has_ray)
+
+
+@pytest.mark.parametrize(
+    "facts, name, reason",
+    [
+        ({}, "uni", "there is one rank"),
+        ({"tensor_parallel_size": 3}, "mp", "all ranks have room on this host"),
+        ({"pipeline_parallel_size": 2, "num_gpus": 2}, "mp", "all ranks have room on this host"),
+        ({"tensor_parallel_size": 4, "num_gpus": 2, "has_ray": True}, "ray", "this host has 2"),
+        ({"tensor_parallel_size": 2, "ray_address": "auto", "has_ray": True}, "ray", "--ray-address names a cluster"),
+        ({"tensor_parallel_size": 2, "environment": TORCHRUN}, "external", "torchrun has started this process"),
+        ({"executor": "mp"}, "mp", "--executor says so"),
+        ({"executor": "mp", "environment": TORCHRUN}, "mp", "--executor says so"),
+    ],
+)
+def test_the_first_that_fits_is_taken_unless_one_is_named(facts, name, reason):
+    found, why = chosen(**facts)
+    assert found == name
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    "facts, remedy",
+    [
+        ({"executor": "uni", "tensor_parallel_size": 2}, "leave --executor out"),
+        ({"executor": "external"}, "torchrun"),
+        ({"executor": "ray"}, "pip install 'pagewire[ray]'"),
+        ({"tensor_parallel_size": 4, "num_gpus": 2}, "lower the sizes, or install Ray"),
+    ],
+)
+def test_what_can_not_be_run_is_refused_with_the_remedy(facts, remedy):
+    with pytest.raises(ModelError, match=re.escape(remedy)):
+        chosen(**facts)
+
+
+def test_the_wire_to_the_worker_knows_neither_ranks_nor_stages():
+    text = (Path(__file__).parents[1] / "protos" / "worker.proto").read_text()
+    assert not re.search(r"\brank|tensor|stage|pipeline|executor", text, re.IGNORECASE)
