@@ -1,8 +1,12 @@
 """Ranks as processes of this host: they say what one rank says, and none of them outlives another."""
 
+import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from deployment import Deployment
@@ -10,6 +14,7 @@ from worker_fakes import GREEDY, Row, step, tiny_checkpoint, tokens
 
 torch = pytest.importorskip("torch")
 
+from protos.rpc import dial, wait_for_serving  # noqa: E402
 from worker.checkpoint import ModelError  # noqa: E402
 from worker.config import WorkerSettings  # noqa: E402
 from worker.executor.executor import RankLost  # noqa: E402
@@ -168,3 +173,33 @@ def greedy(deployment, prompts):
     while deployment.core.num_live:
         deployment.step()
     return [group.sequences[0].output_token_ids.tolist() for group in groups]
+
+
+def ranks_of(front):
+    """Pids of the processes that a worker has spawned for its ranks."""
+    children = [int(pid) for path in Path(f"/proc/{front}/task").glob("*/children") for pid in path.read_text().split()]
+    return [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_ranks_die_with_a_front_that_is_killed(checkpoint, tmp_path):
+    address = f"unix:{tmp_path}/worker"
+    flags = ["--model", checkpoint, "--listen", address, "--tensor-parallel-size", "2", "--num-gpu-blocks", "8"]
+    front = subprocess.Popen([sys.executable, "-m", "worker", *map(str, flags)], stderr=subprocess.PIPE, text=True)
+    try:
+        asyncio.run(until_serving(address))
+        ranks = ranks_of(front.pid)
+        assert len(ranks) == 2
+    finally:
+        front.kill()
+    # The pipe of the log ends when the last of them does.
+    _, log = front.communicate(timeout=20)
+    assert "executor: mp, since all ranks have room on this host" in log
+    assert "worker/1" in log
+    for pid in ranks:  # a zombie, perhaps, of whoever reaps it
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+async def until_serving(address):
+    async with dial(address) as channel, asyncio.timeout(60):
+        await wait_for_serving(channel)
