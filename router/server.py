@@ -8,7 +8,7 @@ from dataclasses import replace
 import grpc
 
 from protos import session_pb2
-from protos.errors import Refusal, Violation, invalid_argument, unavailable
+from protos.errors import Refusal, Violation, invalid_argument, taken_over, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.rpc import PUBLIC_MESSAGE_BYTES
 from router.calls import ClientCalls
@@ -217,8 +217,7 @@ class GenerationService:
             self._tenant_limits.cancel(permit)
             raise
         if held is not None:  # its call's connection is dead; the scheduler has already given the request to this one
-            message = "another call has taken this request over"
-            held.fail(Refusal(grpc.StatusCode.ABORTED, "TAKEN_OVER", message))
+            held.fail(taken_over())
         call.live = self._live[scoped_id] = live
         return live, permit
 

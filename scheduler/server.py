@@ -10,7 +10,7 @@ import grpc
 
 from protos import session_pb2 as pb
 from protos.columns import pack, unpack
-from protos.errors import Refusal, unavailable
+from protos.errors import Refusal, taken_over, unavailable
 from protos.rpc import SESSION_PROTOCOL_VERSION
 from protos.trace_context import TraceContext
 from scheduler.admission import QueueFull
@@ -20,7 +20,7 @@ from scheduler.describe import describe, describe_request, locate
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Progress, SequenceGroup
-from scheduler.sessions import Outbox, RouterSession, Sessions, Ticket, taken_over
+from scheduler.sessions import Outbox, RouterSession, Sessions, Ticket, to_rejected
 
 _EARLY_STOPPING = {
     pb.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
@@ -28,7 +28,6 @@ _EARLY_STOPPING = {
     pb.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
 _LOAD_INTERVAL_S = 1.0
-_RETRY_DELAY_MS = 1000
 log = logging.getLogger(__name__)
 
 
@@ -202,18 +201,20 @@ class SessionService:
             known = self._adopt(known, session, submit)
         elif known is not None and (known.session is not session or known.handle != submit.handle):
             message = f"request id {submit.request_id!r} is in use by a live request"
-            return _reject(outbox, submit.handle, grpc.StatusCode.ALREADY_EXISTS, message)
+            in_use = Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
+            return _reject(outbox, submit.handle, in_use)
         if known is None and submit.handle not in session.tickets:
             if self._draining:
-                message = "the scheduler is shutting down"
-                return _reject(outbox, submit.handle, grpc.StatusCode.UNAVAILABLE, message, _RETRY_DELAY_MS)
+                return _reject(outbox, submit.handle, unavailable("DRAINING", "the scheduler is shutting down"))
             try:
                 group = self._submit_to_core(submit)
             except QueueFull as full:
-                code = grpc.StatusCode.RESOURCE_EXHAUSTED
-                return _reject(outbox, submit.handle, code, str(full), math.ceil(full.retry_s * 1e3))
+                code, delay_ms = grpc.StatusCode.RESOURCE_EXHAUSTED, math.ceil(full.retry_s * 1e3)
+                refusal = Refusal(code, "RESOURCE_EXHAUSTED", str(full), retry_delay_ms=delay_ms)
+                return _reject(outbox, submit.handle, refusal)
             except ValueError as error:
-                return _reject(outbox, submit.handle, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                refusal = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", str(error))
+                return _reject(outbox, submit.handle, refusal)
             trace = TraceContext.parse(submit.traceparent, submit.tracestate)
             self._sessions.add(session, submit.handle, group, trace if trace and trace.sampled else None)
             self._loop.wake()
@@ -230,7 +231,7 @@ class SessionService:
             self._sessions.adopt(ticket, session, submit.handle)
             return ticket
         self._core().abort(group)
-        self._sessions.reject(ticket, taken_over(ticket.handle), time.monotonic())
+        self._sessions.reject(ticket, taken_over(), time.monotonic())
         return None
 
     def _submit_to_core(self, submit: pb.Submit) -> SequenceGroup:
@@ -303,6 +304,5 @@ def _drain(grace_s: float) -> pb.SessionResponse:
     return pb.SessionResponse(drain=pb.Drain(grace_ms=int(grace_s * 1e3)))
 
 
-def _reject(outbox: Outbox, handle: int, code: grpc.StatusCode, message: str, retry_delay_ms: int = 0) -> None:
-    rejected = pb.Rejected(handle=handle, code=code.value[0], message=message, retry_delay_ms=retry_delay_ms)
-    outbox.put(pb.SessionResponse(rejected=rejected))
+def _reject(outbox: Outbox, handle: int, refusal: Refusal) -> None:
+    outbox.put(pb.SessionResponse(rejected=to_rejected(handle, refusal)))

@@ -150,9 +150,9 @@ async def test_a_call_that_knows_the_seed_takes_a_live_request_over_and_is_told_
         await router.tokens(3)
         worker.gate.clear()
         await other.submit(7, max_tokens=150, adopt=True, sampling=Sampling(num_prompt_tokens=3, seed=1))
-        assert (await other.next("rejected")).rejected.code == grpc.StatusCode.ALREADY_EXISTS.value[0]
+        assert (await other.next("rejected")).rejected.reason == "REQUEST_ID_IN_USE"
         await other.submit(8, max_tokens=150, adopt=True)
-        assert (await router.next("rejected")).rejected.code == grpc.StatusCode.ABORTED.value[0]
+        assert (await router.next("rejected")).rejected.reason == "TAKEN_OVER"
         worker.gate.set()
         assert await other.tokens(150) == [scripted(0, index) for index in range(150)]
 
