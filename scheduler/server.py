@@ -197,7 +197,7 @@ class SessionService:
 
     def _submit(self, session: RouterSession, outbox: Outbox, submit: pb.Submit) -> None:
         known = self._sessions.find(submit.request_id)
-        if known is not None and submit.adopt and _has_seed(known.group, submit.sampling.seed):
+        if known is not None and _takes_over(known, submit):
             known = self._adopt(known, session, submit)
         elif known is not None and (known.session is not session or known.handle != submit.handle):
             message = f"request id {submit.request_id!r} is in use by a live request"
@@ -222,12 +222,12 @@ class SessionService:
         return outbox.put(pb.SessionResponse(accepted=accepted))
 
     def _adopt(self, ticket: Ticket, session: RouterSession, submit: pb.Submit) -> Ticket | None:
-        """Gives a live request to another call; None if it ended instead, since it can not be told from the start."""
+        """Gives a live request to another call; None if it ended instead, since it is not to be told from the start."""
         log.info("request taken over", extra={"request_id": submit.request_id, "router_id": session.router_id})
         group = ticket.group
         wanted = (group.prompt_token_ids, group.sampling, group.n, group.wanted_max_tokens)
         same = wanted == (unpack(submit.prompt_token_ids), submit.sampling, submit.n, submit.max_tokens)
-        if same and not group.taken_up:
+        if same and not group.taken_up and not submit.HasField("continuation"):
             self._sessions.adopt(ticket, session, submit.handle)
             return ticket
         self._core().abort(group)
@@ -291,9 +291,14 @@ async def _write(outbox: Outbox, context: grpc.aio.ServicerContext) -> None:
         await context.write(message)
 
 
-def _has_seed(group: SequenceGroup, seed: int) -> bool:
-    """Whether who asks for a live request is who made it: nobody else knows its seed."""
-    return group.sampling is not None and group.sampling.seed == seed
+def _takes_over(ticket: Ticket, submit: pb.Submit) -> bool:
+    """Whether a live request is the submission's from now on: it asks for it, or finds it left to its lease.
+
+    Left, it is of a router that is gone, and the same request went on at another scheduler meanwhile.
+    """
+    group, left = ticket.group, submit.HasField("continuation") and ticket.session.outbox is None
+    # Nobody but who made the request knows its seed.
+    return (submit.adopt or left) and group.sampling is not None and group.sampling.seed == submit.sampling.seed
 
 
 def _progress(continuation: pb.Continuation) -> list[Progress]:
