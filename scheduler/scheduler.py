@@ -161,6 +161,13 @@ class Scheduler:
             self._deadlines.watch(group, self.rates, self.num_live)
         return group
 
+    def set_deadline(self, group: SequenceGroup, deadline: float | None) -> None:
+        """Somebody else waits for a group from now on, until `deadline`; for ever without one."""
+        self._deadlines.forget(group)
+        group.deadline = deadline
+        if deadline is not None:
+            self._deadlines.watch(group, self.rates, self.num_live)
+
     def abort(self, group: SequenceGroup) -> None:
         """Ends all of a group's sequences now; its blocks are free on return. A group that has ended stays as it is."""
         for sequence in list(group.live):

@@ -228,6 +228,7 @@ class SessionService:
         wanted = (group.prompt_token_ids, group.sampling, group.n, group.wanted_max_tokens)
         same = wanted == (unpack(submit.prompt_token_ids), submit.sampling, submit.n, submit.max_tokens)
         if same and not group.taken_up and not submit.HasField("continuation"):
+            self._core().set_deadline(group, _deadline(submit, time.monotonic()))
             self._sessions.adopt(ticket, session, submit.handle)
             return ticket
         self._core().abort(group)
@@ -255,7 +256,7 @@ class SessionService:
             tenant=submit.tenant,
             tenant_weight=submit.tenant_weight or 1.0,
             now=now,
-            deadline=now + submit.timeout_ms / 1e3 if submit.timeout_ms else None,
+            deadline=_deadline(submit, now),
             progress=_progress(submit.continuation) if submit.HasField("continuation") else None,
         )
 
@@ -299,6 +300,10 @@ def _takes_over(ticket: Ticket, submit: pb.Submit) -> bool:
     group, left = ticket.group, submit.HasField("continuation") and ticket.session.outbox is None
     # Nobody but who made the request knows its seed.
     return (submit.adopt or left) and group.sampling is not None and group.sampling.seed == submit.sampling.seed
+
+
+def _deadline(submit: pb.Submit, now: float) -> float | None:
+    return now + submit.timeout_ms / 1e3 if submit.timeout_ms else None
 
 
 def _progress(continuation: pb.Continuation) -> list[Progress]:
