@@ -38,6 +38,9 @@ from scheduler.queues import Queues
 from scheduler.sequence import Progress, Sequence, SequenceGroup, Status
 from scheduler.suspects import RUN_APART, Conviction, Suspects
 
+# Of the tokens of a step, those of one that suspects are tried in.
+_SHARE_ON_TRIAL = 4
+
 
 class Scheduler:
     """Owns all groups from submission to their end.
@@ -306,6 +309,12 @@ class Scheduler:
         self._in_flight.check(self.queues.groups.values())
         self.suspects.check()
 
+    @property
+    def _budget(self) -> int:
+        """Tokens of the next step at most: few on a trial, for all to go on soon after a loss, one after the other."""
+        most = self.policy.max_num_batched_tokens
+        return max(self.policy.max_num_seqs, most // _SHARE_ON_TRIAL) if self.suspects else most
+
     # What runs
 
     def _schedule_running(self, plan: Plan, prefilling: bool | None = None) -> None:
@@ -314,7 +323,7 @@ class Scheduler:
         groups = [group for group in self.queues.running if prefilling is None or prefilling == group.prefilling]
         running = Status.RUNNING
         # Every row gets a token. What they leave of the budget goes to longer chunks, oldest first.
-        chunk_budget = self.policy.max_num_batched_tokens - sum([group.num_rows for group in groups])
+        chunk_budget = self._budget - sum([group.num_rows for group in groups])
         for group in groups:
             sequence = group.live[0]
             if sequence.status is not running:
@@ -375,7 +384,7 @@ class Scheduler:
         queues = self.queues
         while queues.swapped:
             group = queues.swapped[0]
-            num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
+            num_tokens_left = self._budget - plan.num_tokens
             if prefilling not in (None, group.prefilling):
                 return None
             if self._in_flight.hold(group):
@@ -401,7 +410,7 @@ class Scheduler:
     def _admit(self, plan: Plan, now: float) -> None:
         """Lets waiting groups in in turn; the first that can not come in holds up all others: nobody is overtaken."""
         while (group := self.suspects.head_of(self.queues.waiting)) and not self.queues.swapped:
-            num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
+            num_tokens_left = self._budget - plan.num_tokens
             if (reason := self._why_not_yet(group, plan, num_tokens_left, now)) is not None:
                 return self._hold_up(group, reason)
             tokens = group.token_ids(group.root, 0, group.targets()[0][1])
