@@ -64,9 +64,10 @@ class ServiceProcess:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """When a service that died is started again: delays double while deaths follow each other within the window.
+    """When a service that died is started again: at once, and ever later while deaths follow each other.
 
     Attributes:
+        first_delay_s: after the second death in a row within the window; then delays double.
         max_deaths: this many within the window are too many. A request that kills workers costs one and as many as it
             takes to halve the requests that run beside it (8 for 128 of them), and is no reason to give up.
     """
@@ -87,7 +88,7 @@ class RestartPolicy:
             self._deaths.popleft()
         if len(self._deaths) >= self.max_deaths:
             return None
-        return float(min(self.first_delay_s * 2 ** (self._streak - 1), self.max_delay_s))
+        return min(self.first_delay_s * 2.0 ** (self._streak - 2), self.max_delay_s) if self._streak > 1 else 0.0
 
 
 @dataclass(slots=True)

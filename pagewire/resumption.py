@@ -19,8 +19,8 @@ _LONGEST_DELAY_S = 5.0
 # What a server says, or gRPC for it, when it goes and another one may do: ABORTED once a client has tokens, CANCELLED
 # for a call that crosses with its end.
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
-# Another call has resumed the stream, at the same router or at another one: to take it back would go on for ever.
-_TAKEN_OVER = ("TAKEN_OVER", "ABORTED")
+# Another call has resumed the stream: to take it back would go on for ever.
+_TAKEN_OVER = "TAKEN_OVER"
 # A server that has no room now, or does not know yet that the broken call is dead. They matter only to who has begun.
 _NOT_YET = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
 
@@ -86,7 +86,7 @@ class Resumption:
         if not self._begun:
             broken = error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) and not error.reason
             return 0.0 if broken and self._num_attempts == 1 else None
-        if self._seed is None or error.reason in _TAKEN_OVER:
+        if self._seed is None or error.reason == _TAKEN_OVER:
             return None
         if error.code not in (*_LOST, *_NOT_YET):
             return None

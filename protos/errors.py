@@ -87,6 +87,11 @@ def unavailable(reason: str, message: str, retry_delay_ms: int = 1000) -> Refusa
     return Refusal(grpc.StatusCode.UNAVAILABLE, reason, message, retry_delay_ms=retry_delay_ms)
 
 
+def taken_over() -> Refusal:
+    """ABORTED, of a call whose request another one has resumed."""
+    return Refusal(grpc.StatusCode.ABORTED, "TAKEN_OVER", "another call has taken this request over")
+
+
 def code_from_number(number: int) -> grpc.StatusCode:
     """The status code of a google.rpc.Code; UNKNOWN for a number that is none."""
     return next((code for code in grpc.StatusCode if code.value[0] == number), grpc.StatusCode.UNKNOWN)

@@ -57,11 +57,16 @@ class _Account:
 
 @dataclass(slots=True, eq=False)
 class Permit:
-    """One request of a tenant, from `TenantLimits.enter` to `leave` or `cancel`."""
+    """One request of a tenant, from `TenantLimits.enter` to `leave` or `cancel`.
+
+    Attributes:
+        num_charged_tokens: of its output, to the call that had it before.
+    """
 
     account: _Account
     since: float
     num_prompt_tokens: int = 0
+    num_charged_tokens: int = 0
 
 
 class TenantLimits:
@@ -116,7 +121,7 @@ class TenantLimits:
         account, now = permit.account, self._clock()
         account.num_live -= 1
         account.refill(now)
-        account.level -= num_output_tokens
+        account.level -= max(0, num_output_tokens - permit.num_charged_tokens)
         account.mean_s += _NEWEST * (now - permit.since - account.mean_s)
 
     def cancel(self, permit: Permit) -> None:

@@ -348,7 +348,7 @@ class SchedulerLink:
         if live is not None:
             delay_ms = rejected.retry_delay_ms or None
             code = code_from_number(rejected.code)
-            self._on_refused(live, Refusal(code, code.name, rejected.message, retry_delay_ms=delay_ms))
+            self._on_refused(live, Refusal(code, rejected.reason, rejected.message, retry_delay_ms=delay_ms))
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:
         log.info("scheduler connected", extra={"model": welcome.model.model, "epoch": welcome.scheduler_epoch})

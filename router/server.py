@@ -8,7 +8,7 @@ from dataclasses import replace
 import grpc
 
 from protos import session_pb2
-from protos.errors import Refusal, Violation, invalid_argument, unavailable
+from protos.errors import Refusal, Violation, invalid_argument, taken_over, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.rpc import PUBLIC_MESSAGE_BYTES
 from router.calls import ClientCalls
@@ -199,8 +199,9 @@ class GenerationService:
             echo = text if request.output.echo else ""
             checked = resolve(request, request_id, prompt_token_ids, echo, model, whole=whole)
             checked = self._of_tenant(checked, tenant)
-            self._tenant_limits.charge_prompt(permit, len(prompt_token_ids))
             holder = await self._schedulers.who_has(scoped_id) if checked.resume is not None else None
+            if held is None and holder is None:  # else it is computed already
+                self._tenant_limits.charge_prompt(permit, len(prompt_token_ids))
             handle = self._schedulers.new_handle()
             live = LiveRequest(
                 handle,
@@ -217,8 +218,8 @@ class GenerationService:
             self._tenant_limits.cancel(permit)
             raise
         if held is not None:  # its call's connection is dead; the scheduler has already given the request to this one
-            message = "another call has taken this request over"
-            held.fail(Refusal(grpc.StatusCode.ABORTED, "TAKEN_OVER", message))
+            held.fail(taken_over())
+            permit.num_charged_tokens = held.num_tokens
         call.live = self._live[scoped_id] = live
         return live, permit
 

@@ -25,11 +25,16 @@ class Deadlines:
         return self._heap[0][0] if self._heap else None
 
     def watch(self, group: SequenceGroup, rates: Rates, num_live: int) -> None:
-        """Takes in a new group that has a deadline; `num_live` groups have not ended."""
+        """Takes in a group that has a deadline; `num_live` groups have not ended."""
         if len(self._heap) > 2 * num_live + 64:
             self._heap = [entry for entry in self._heap if entry[-1].live]
             heapq.heapify(self._heap)
         self._push(_latest_start(group, 0, rates), group)
+
+    def forget(self, group: SequenceGroup) -> None:
+        """Looks at a group no more, until it is watched again."""
+        self._heap = [entry for entry in self._heap if entry[-1] is not group]
+        heapq.heapify(self._heap)
 
     def take_late(self, now: float, blocks: BlockManager, rates: Rates) -> list[Dropped]:
         """The groups whose deadline has passed, and those that wait and can not have their first token by it."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import grpc
 
-from protos import session_pb2 as pb
+from protos.errors import Refusal
 from protos.patience import Patience
 from protos.worker_pb2 import GetInfoResponse
 from scheduler.block_manager import BlockManager
@@ -236,7 +236,8 @@ class SchedulerLoop:
         self._sessions.deliver_tokens(plan.new_tokens)
         self.deliver_finished(plan.ignored)
         for dropped in plan.dropped:
-            self._fail(dropped.group, grpc.StatusCode.DEADLINE_EXCEEDED, dropped.message)
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
+            self._fail(dropped.group, Refusal(code, "DEADLINE_EXCEEDED", dropped.message))
         for preemption in plan.preempted:
             facts = {"request_id": preemption.group.request_id, "by": preemption.group.preempted_by}
             log.info("preempted", extra=facts | {"reason": preemption.reason})
@@ -246,7 +247,8 @@ class SchedulerLoop:
         assert self.core is not None
         outputs = self.core.update(plan, result)
         for group in outputs.failed:
-            self._fail(group, grpc.StatusCode.INTERNAL, "the model's logits are not finite for this request")
+            message = "the model's logits are not finite for this request"
+            self._fail(group, Refusal(grpc.StatusCode.INTERNAL, "INTERNAL", message))
         begun = self._sessions.deliver_tokens(outputs.new_tokens)
         self._observer.stepped(plan, outputs, begun, self.core, self.last_step_ms / 1e3)
         self.deliver_finished(outputs.finished)
@@ -277,16 +279,15 @@ class SchedulerLoop:
                 f"request {group.request_id!r} is given up: workers lost in a row while they computed it: "
                 f"{num_workers}, the last one while it computed nothing else ({reason})"
             )
-            self._fail(group, grpc.StatusCode.INTERNAL, message)
+            self._fail(group, Refusal(grpc.StatusCode.INTERNAL, "INTERNAL", message))
 
-    def _fail(self, group: SequenceGroup, code: grpc.StatusCode, message: str) -> None:
+    def _fail(self, group: SequenceGroup, refusal: Refusal) -> None:
         """Tells the router that a group, which has ended, ended in an error."""
         ticket = self._sessions.ticket(group)
         if ticket is not None:
-            level = logging.ERROR if code is grpc.StatusCode.INTERNAL else logging.INFO
-            log.log(level, message, extra={"request_id": group.request_id})
-            rejected = pb.Rejected(handle=ticket.handle, code=code.value[0], message=message)
-            self._sessions.reject(ticket, rejected, self._clock())
+            level = logging.ERROR if refusal.code is grpc.StatusCode.INTERNAL else logging.INFO
+            log.log(level, refusal.message, extra={"request_id": group.request_id})
+            self._sessions.reject(ticket, refusal, self._clock())
 
     def deliver_finished(self, finished: list[Finished]) -> None:
         """Tells routers of sequences that ended."""

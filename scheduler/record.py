@@ -31,6 +31,7 @@ VERSION = 2
 # The calls that change a core, or may. `tests/test_record.py` asks for a word on each public method.
 INPUTS = (
     "submit",
+    "set_deadline",
     "abort",
     "stop",
     "preempt",

@@ -39,6 +39,9 @@ from scheduler.queues import Queues
 from scheduler.sequence import Progress, Sequence, SequenceGroup, Status
 from scheduler.suspects import RUN_APART, Conviction, Suspects
 
+# Of the tokens of a step, those of one that suspects are tried in.
+_SHARE_ON_TRIAL = 4
+
 
 class Scheduler:
     """Owns all groups from submission to their end.
@@ -163,6 +166,13 @@ class Scheduler:
         if deadline is not None:
             self._deadlines.watch(group, self.rates, self.num_live)
         return group
+
+    def set_deadline(self, group: SequenceGroup, deadline: float | None) -> None:
+        """Somebody else waits for a group from now on, until `deadline`; for ever without one."""
+        self._deadlines.forget(group)
+        group.deadline = deadline
+        if deadline is not None:
+            self._deadlines.watch(group, self.rates, self.num_live)
 
     def abort(self, group: SequenceGroup) -> None:
         """Ends all of a group's sequences now; its blocks are free on return. A group that has ended stays as it is."""
@@ -312,6 +322,12 @@ class Scheduler:
         self.in_flight.check(self.queues.groups.values())
         self.suspects.check()
 
+    @property
+    def _budget(self) -> int:
+        """Tokens of the next step at most: few on a trial, for all to go on soon after a loss, one after the other."""
+        most = self.policy.max_num_batched_tokens
+        return max(self.policy.max_num_seqs, most // _SHARE_ON_TRIAL) if self.suspects else most
+
     # What runs
 
     def _schedule_running(self, plan: Plan, prefilling: bool | None = None) -> None:
@@ -322,7 +338,7 @@ class Scheduler:
             groups = deal(groups, num_lanes, self.in_flight.num_free)
         running = Status.RUNNING
         # Every row gets a token. What they leave of the budget goes to longer chunks, oldest first.
-        chunk_budget = self.policy.max_num_batched_tokens - sum([group.num_rows for group in groups])
+        chunk_budget = self._budget - sum([group.num_rows for group in groups])
         for group in groups:
             sequence = group.live[0]
             if sequence.status is not running:
@@ -383,7 +399,7 @@ class Scheduler:
         queues = self.queues
         while queues.swapped:
             group = queues.swapped[0]
-            num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
+            num_tokens_left = self._budget - plan.num_tokens
             if prefilling not in (None, group.prefilling):
                 return None
             if self.in_flight.hold(group):
@@ -409,7 +425,7 @@ class Scheduler:
     def _admit(self, plan: Plan, now: float) -> None:
         """Lets waiting groups in in turn; the first that can not come in holds up all others: nobody is overtaken."""
         while (group := self.suspects.head_of(self.queues.waiting)) and not self.queues.swapped:
-            num_tokens_left = self.policy.max_num_batched_tokens - plan.num_tokens
+            num_tokens_left = self._budget - plan.num_tokens
             if (reason := self._why_not_yet(group, plan, num_tokens_left, now)) is not None:
                 return self._hold_up(group, reason)
             tokens = group.token_ids(group.root, 0, group.targets()[0][1])

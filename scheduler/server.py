@@ -10,7 +10,7 @@ import grpc
 
 from protos import session_pb2 as pb
 from protos.columns import pack, unpack
-from protos.errors import Refusal, unavailable
+from protos.errors import Refusal, taken_over, unavailable
 from protos.rpc import SESSION_PROTOCOL_VERSION
 from protos.trace_context import TraceContext
 from scheduler.admission import QueueFull
@@ -20,7 +20,7 @@ from scheduler.describe import describe, describe_request, locate
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Progress, SequenceGroup
-from scheduler.sessions import Outbox, RouterSession, Sessions, Ticket, taken_over
+from scheduler.sessions import Outbox, RouterSession, Sessions, Ticket, to_rejected
 
 _EARLY_STOPPING = {
     pb.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
@@ -28,7 +28,6 @@ _EARLY_STOPPING = {
     pb.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
 _LOAD_INTERVAL_S = 1.0
-_RETRY_DELAY_MS = 1000
 log = logging.getLogger(__name__)
 
 
@@ -198,22 +197,24 @@ class SessionService:
 
     def _submit(self, session: RouterSession, outbox: Outbox, submit: pb.Submit) -> None:
         known = self._sessions.find(submit.request_id)
-        if known is not None and submit.adopt and _has_seed(known.group, submit.sampling.seed):
+        if known is not None and _takes_over(known, submit):
             known = self._adopt(known, session, submit)
         elif known is not None and (known.session is not session or known.handle != submit.handle):
             message = f"request id {submit.request_id!r} is in use by a live request"
-            return _reject(outbox, submit.handle, grpc.StatusCode.ALREADY_EXISTS, message)
+            in_use = Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
+            return _reject(outbox, submit.handle, in_use)
         if known is None and submit.handle not in session.tickets:
             if self._draining:
-                message = "the scheduler is shutting down"
-                return _reject(outbox, submit.handle, grpc.StatusCode.UNAVAILABLE, message, _RETRY_DELAY_MS)
+                return _reject(outbox, submit.handle, unavailable("DRAINING", "the scheduler is shutting down"))
             try:
                 group = self._submit_to_core(submit)
             except QueueFull as full:
-                code = grpc.StatusCode.RESOURCE_EXHAUSTED
-                return _reject(outbox, submit.handle, code, str(full), math.ceil(full.retry_s * 1e3))
+                code, delay_ms = grpc.StatusCode.RESOURCE_EXHAUSTED, math.ceil(full.retry_s * 1e3)
+                refusal = Refusal(code, "RESOURCE_EXHAUSTED", str(full), retry_delay_ms=delay_ms)
+                return _reject(outbox, submit.handle, refusal)
             except ValueError as error:
-                return _reject(outbox, submit.handle, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                refusal = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", str(error))
+                return _reject(outbox, submit.handle, refusal)
             trace = TraceContext.parse(submit.traceparent, submit.tracestate)
             self._sessions.add(session, submit.handle, group, trace if trace and trace.sampled else None)
             self._loop.wake()
@@ -221,16 +222,17 @@ class SessionService:
         return outbox.put(pb.SessionResponse(accepted=accepted))
 
     def _adopt(self, ticket: Ticket, session: RouterSession, submit: pb.Submit) -> Ticket | None:
-        """Gives a live request to another call; None if it ended instead, since it can not be told from the start."""
+        """Gives a live request to another call; None if it ended instead, since it is not to be told from the start."""
         log.info("request taken over", extra={"request_id": submit.request_id, "router_id": session.router_id})
         group = ticket.group
         wanted = (group.prompt_token_ids, group.sampling, group.n, group.wanted_max_tokens)
         same = wanted == (unpack(submit.prompt_token_ids), submit.sampling, submit.n, submit.max_tokens)
-        if same and not group.taken_up:
+        if same and not group.taken_up and not submit.HasField("continuation"):
+            self._core().set_deadline(group, _deadline(submit, time.monotonic()))
             self._sessions.adopt(ticket, session, submit.handle)
             return ticket
         self._core().abort(group)
-        self._sessions.reject(ticket, taken_over(ticket.handle), time.monotonic())
+        self._sessions.reject(ticket, taken_over(), time.monotonic())
         return None
 
     def _submit_to_core(self, submit: pb.Submit) -> SequenceGroup:
@@ -254,7 +256,7 @@ class SessionService:
             tenant=submit.tenant,
             tenant_weight=submit.tenant_weight or 1.0,
             now=now,
-            deadline=now + submit.timeout_ms / 1e3 if submit.timeout_ms else None,
+            deadline=_deadline(submit, now),
             progress=_progress(submit.continuation) if submit.HasField("continuation") else None,
         )
 
@@ -290,9 +292,18 @@ async def _write(outbox: Outbox, context: grpc.aio.ServicerContext) -> None:
         await context.write(message)
 
 
-def _has_seed(group: SequenceGroup, seed: int) -> bool:
-    """Whether who asks for a live request is who made it: nobody else knows its seed."""
-    return group.sampling is not None and group.sampling.seed == seed
+def _takes_over(ticket: Ticket, submit: pb.Submit) -> bool:
+    """Whether a live request is the submission's from now on: it asks for it, or finds it left to its lease.
+
+    Left, it is of a router that is gone, and the same request went on at another scheduler meanwhile.
+    """
+    group, left = ticket.group, submit.HasField("continuation") and ticket.session.outbox is None
+    # Nobody but who made the request knows its seed.
+    return (submit.adopt or left) and group.sampling is not None and group.sampling.seed == submit.sampling.seed
+
+
+def _deadline(submit: pb.Submit, now: float) -> float | None:
+    return now + submit.timeout_ms / 1e3 if submit.timeout_ms else None
 
 
 def _progress(continuation: pb.Continuation) -> list[Progress]:
@@ -303,6 +314,5 @@ def _drain(grace_s: float) -> pb.SessionResponse:
     return pb.SessionResponse(drain=pb.Drain(grace_ms=int(grace_s * 1e3)))
 
 
-def _reject(outbox: Outbox, handle: int, code: grpc.StatusCode, message: str, retry_delay_ms: int = 0) -> None:
-    rejected = pb.Rejected(handle=handle, code=code.value[0], message=message, retry_delay_ms=retry_delay_ms)
-    outbox.put(pb.SessionResponse(rejected=rejected))
+def _reject(outbox: Outbox, handle: int, refusal: Refusal) -> None:
+    outbox.put(pb.SessionResponse(rejected=to_rejected(handle, refusal)))

@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import grpc
-
 from protos import session_pb2 as pb
 from protos.columns import pack
+from protos.errors import Refusal, taken_over
 from protos.logprobs import Logprobs, to_columns
 from protos.trace_context import TraceContext
 from scheduler.plan import Finished, NewTokens
@@ -222,7 +221,7 @@ class Sessions:
         """Another call, of any router, has a request from now on, and is told of it from its first token."""
         del ticket.session.tickets[ticket.handle]
         if ticket.session.outbox is not None:
-            ticket.session.outbox.put(pb.SessionResponse(rejected=taken_over(ticket.handle)))
+            ticket.session.outbox.put(pb.SessionResponse(rejected=to_rejected(ticket.handle, taken_over())))
         ticket.session, ticket.handle = session, handle
         # Copies: the rows themselves may still wait for the router that had it.
         ticket.finished = [_of_handle(row, handle) for row in ticket.finished]
@@ -287,11 +286,11 @@ class Sessions:
                 ended[end.group.number] = ticket
         return list(ended.values())
 
-    def reject(self, ticket: Ticket, rejected: pb.Rejected, now: float) -> None:
+    def reject(self, ticket: Ticket, refusal: Refusal, now: float) -> None:
         """Queues the error that a request, whose group has ended, ends in."""
-        ticket.rejected = rejected
+        ticket.rejected = to_rejected(ticket.handle, refusal)
         if ticket.session.outbox is not None:
-            ticket.session.outbox.put(pb.SessionResponse(rejected=rejected))
+            ticket.session.outbox.put(pb.SessionResponse(rejected=ticket.rejected))
         self.end(ticket, now)
 
     def resume(self, ticket: Ticket, num_tokens: "array[int]") -> None:
@@ -316,10 +315,15 @@ def _of_handle(row: pb.Finished, handle: int) -> pb.Finished:
     return copy
 
 
-def taken_over(handle: int) -> pb.Rejected:
-    """What a router is told whose request another call has now."""
-    code, message = grpc.StatusCode.ABORTED, "another call has taken this request over"
-    return pb.Rejected(handle=handle, code=code.value[0], message=message)
+def to_rejected(handle: int, refusal: Refusal) -> pb.Rejected:
+    """What a router is told of a request that ends in an error."""
+    return pb.Rejected(
+        handle=handle,
+        code=refusal.code.value[0],
+        reason=refusal.reason,
+        message=refusal.message,
+        retry_delay_ms=refusal.retry_delay_ms or 0,
+    )
 
 
 def _finished_row(ticket: Ticket, end: Finished) -> pb.Finished:

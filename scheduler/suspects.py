@@ -17,6 +17,9 @@ workers. With p poisonous ones among them it is at most p times as many: each lo
 them costs. A worker that is lost for another reason is taken for one of these; and one more is lost to a request that
 ends while the step of it that kills is in flight.
 
+Their steps have few tokens, so that streams go on one after the other, and not all of them after a long step. The bound
+is the same: who is in a step that is lost is still a half at most.
+
 Nobody is suspected where no step was in flight, or where the worker left in order: then it has not run what it left.
 """
 

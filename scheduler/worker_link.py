@@ -13,6 +13,7 @@ from protos.tls import ClientTls
 from protos.trace_context import TraceContext
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoRequest, GetInfoResponse
 from protos.worker_pb2_grpc import WorkerServiceStub
+from scheduler.answers import MalformedAnswer, check_answer
 from scheduler.plan import Plan, StepResult, to_request, to_result
 
 # What reading from and writing to a stream that has ended raises.
@@ -125,7 +126,7 @@ class WorkerLink:
             None: it was not there in time, or before an `interrupt`, and may be asked for again.
 
         Raises:
-            WorkerLost: there is no result, and there will be none.
+            WorkerLost: there is no result, and there will be none; or what came is none, and the stream is no use.
         """
         assert self._call is not None, "not connected"
         try:
@@ -137,7 +138,11 @@ class WorkerLink:
             return None
         if response is None:
             raise await self._loss()
-        assert response.step_id == plan.step_id, "results out of order"
+        try:
+            check_answer(plan, self._epoch, response)
+        except MalformedAnswer as error:
+            self.close_stream()
+            raise WorkerLost(str(error), in_order=False) from error
         return to_result(response)
 
     def interrupt(self) -> None:

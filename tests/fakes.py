@@ -96,6 +96,7 @@ class FakeWorker:
         new_requests: all that it was told of, in order.
         explode: steps still to fail with an exception.
         leave: streams still to end in order behind their first step.
+        spoil: what to do to the answers to the next steps, in order.
     """
 
     script: Callable[[int, int], int] = scripted
@@ -111,6 +112,7 @@ class FakeWorker:
     new_requests: list[worker_pb2.NewRequest] = field(default_factory=list)
     explode: int = 0
     leave: int = 0
+    spoil: list[Callable[[worker_pb2.ExecuteModelResponse], object]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -140,15 +142,18 @@ class FakeWorker:
             if self.explode:
                 self.explode -= 1
                 raise RuntimeError("the step explodes, as the test wants")
-            await context.write(self._answer(request))
+            response = self.answer(request)
+            if self.spoil:
+                self.spoil.pop(0)(response)
+            await context.write(response)
             if self.leave:
                 self.leave -= 1
                 return
 
     async def ExecuteModel(self, request, context):
-        return self._answer(request)
+        return self.answer(request)
 
-    def _answer(self, request: worker_pb2.ExecuteModelRequest) -> worker_pb2.ExecuteModelResponse:
+    def answer(self, request: worker_pb2.ExecuteModelRequest) -> worker_pb2.ExecuteModelResponse:
         assert request.epoch == self.epoch
         for number in unpack(request.finished_request_ids):
             del self.known[number]

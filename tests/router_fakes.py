@@ -132,8 +132,8 @@ class FakeScheduler(SessionServiceServicer):
     async def accept(self, handle: int = 1) -> None:
         await self._context.write(session_pb2.SessionResponse(accepted=session_pb2.Accepted(handle=handle)))
 
-    async def reject(self, code: grpc.StatusCode, message: str, handle: int = 1) -> None:
-        rejected = session_pb2.Rejected(handle=handle, code=code.value[0], message=message)
+    async def reject(self, code: grpc.StatusCode, message: str, handle: int = 1, reason: str = "X") -> None:
+        rejected = session_pb2.Rejected(handle=handle, code=code.value[0], reason=reason, message=message)
         await self._context.write(session_pb2.SessionResponse(rejected=rejected))
 
 

@@ -385,7 +385,7 @@ class ReadingAhead(FakeWorker):
                 request = await waiting.get()
                 await self.gate.wait()
                 self.num_answered += 1
-                await context.write(self._answer(request))
+                await context.write(self.answer(request))
         finally:
             reading.cancel()
 

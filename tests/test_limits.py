@@ -48,6 +48,15 @@ def test_the_delay_for_one_more_request_is_what_requests_have_taken_over_how_man
     assert info.value.retry_delay_ms == pytest.approx(2000, abs=2)
 
 
+def test_output_that_another_call_was_charged_for_is_not_charged_again(limits):
+    acme = Tenant("acme", tokens_per_minute=60)
+    for num_output_tokens in (50, 30):  # the second has not been told again of all that the first was
+        permit = limits.enter(acme)
+        permit.num_charged_tokens = 40
+        limits.leave(permit, num_output_tokens)
+    limits.charge_prompt(limits.enter(acme), 50)
+
+
 def test_prompts_are_charged_at_once_outputs_at_the_end_and_the_delay_is_when_enough_has_flowed_in(limits, clock):
     acme = Tenant("acme", tokens_per_minute=60)
     permit = limits.enter(acme)

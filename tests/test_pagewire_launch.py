@@ -214,10 +214,10 @@ async def test_a_stop_while_starting_is_no_error(folder):
 
 def test_delays_double_up_to_their_bound_and_ten_deaths_in_two_minutes_are_too_many():
     policy = RestartPolicy()
-    assert [policy.delay_after_death(now) for now in range(10)] == [0.5, 1, 2, 4, 8, 10, 10, 10, 10, None]
+    assert [policy.delay_after_death(now) for now in range(10)] == [0, 0.5, 1, 2, 4, 8, 10, 10, 10, None]
     patient = RestartPolicy()
     assert [patient.delay_after_death(20 * i) for i in range(12)][-1] == 10
-    assert patient.delay_after_death(20 * 11 + 120) == 0.5
+    assert patient.delay_after_death(20 * 11 + 120) == 0
 
 
 # Command lines

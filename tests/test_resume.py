@@ -10,7 +10,7 @@ from pagewire_fakes import FakeGeneration, delta, last, serving
 from router_fakes import finished, router_alone
 
 from pagewire import AsyncClient, Client, errors, resumption
-from protos.errors import Refusal, unavailable
+from protos.errors import Refusal, Violation, invalid_argument, taken_over, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
 
 LOST = unavailable("DRAINING", "this router shut down")
@@ -127,11 +127,15 @@ def test_a_closed_client_resumes_nothing():
         ended.set()
 
 
-@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT])
-def test_what_no_other_server_mends_is_not_resumed(code):
+@pytest.mark.parametrize(
+    "refusal",
+    [Refusal(grpc.StatusCode.INTERNAL, "BUG", "no"), invalid_argument([Violation("text", "no")]), taken_over()],
+    ids=str,
+)
+def test_what_no_other_server_mends_is_not_resumed(refusal):
     fake = FakeGeneration()
-    fake.script = breaking([first("a")], [first("b")], refusal=Refusal(code, "BUG", "no"))
-    with serving(fake) as target, Client(target) as client, pytest.raises(errors.RequestError, match="no"):
+    fake.script = breaking([first("a")], [first("b")], refusal=refusal)
+    with serving(fake) as target, Client(target) as client, pytest.raises(errors.RequestError, match=refusal.message):
         list(client.stream("Hi"))
     assert len(fake.requests) == 1
 

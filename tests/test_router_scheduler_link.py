@@ -5,6 +5,7 @@ import pytest
 from fakes import EOS
 from router_fakes import finished, router_alone
 
+from pagewire.errors import from_rpc_error
 from protos import session_pb2
 from protos.pagewire.v1 import generation_pb2 as pb
 
@@ -85,7 +86,8 @@ async def test_best_of_that_is_refused_or_fails_half_way_ends_in_the_error():
         call = plane.generation.Generate(wanted(best_of=2))
         await plane.scheduler.submitted()
         await plane.scheduler.tell({0: b"ab"}, finished(0, -2))
-        await plane.scheduler.reject(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
+        await plane.scheduler.reject(grpc.StatusCode.DEADLINE_EXCEEDED, "too late", reason="LATE")
         with pytest.raises(grpc.aio.AioRpcError, match="too late") as info:
             await call.read()
         assert info.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert from_rpc_error(info.value).reason == "LATE"

@@ -255,6 +255,18 @@ def test_a_waiting_group_is_dropped_when_its_deadline_passes_before_any_prefill_
     assert core.next_deadline is None
 
 
+@pytest.mark.parametrize("deadline", [None, 3.0, 8.0])
+def test_who_takes_a_group_over_gives_it_a_deadline_of_its_own(deadline):
+    core = make()
+    group, other = submit(core, 4, deadline=5.0), submit(core, 4, deadline=9.0)
+    core.set_deadline(group, deadline)
+    assert core.next_deadline == min(9.0, deadline or 9.0)
+    times = (2.0, 3.0, 5.0, 8.0)
+    dropped = [[each.group for each in step(core, now=now)[0].dropped] for now in times]
+    assert dropped == [[group] * (now == deadline) for now in times]
+    assert other.live
+
+
 def test_a_running_group_ends_when_its_deadline_passes():
     core = make()
     group = submit(core, 4, deadline=5.0)

@@ -150,9 +150,9 @@ async def test_a_call_that_knows_the_seed_takes_a_live_request_over_and_is_told_
         await router.tokens(3)
         worker.gate.clear()
         await other.submit(7, max_tokens=150, adopt=True, sampling=Sampling(num_prompt_tokens=3, seed=1))
-        assert (await other.next("rejected")).rejected.code == grpc.StatusCode.ALREADY_EXISTS.value[0]
+        assert (await other.next("rejected")).rejected.reason == "REQUEST_ID_IN_USE"
         await other.submit(8, max_tokens=150, adopt=True)
-        assert (await router.next("rejected")).rejected.code == grpc.StatusCode.ABORTED.value[0]
+        assert (await router.next("rejected")).rejected.reason == "TAKEN_OVER"
         worker.gate.set()
         assert await other.tokens(150) == [scripted(0, index) for index in range(150)]
 
@@ -169,6 +169,28 @@ async def test_what_went_on_from_elsewhere_is_computed_anew_for_who_takes_it_ove
         await router.next("rejected")
         worker.gate.set()
         assert await other.tokens(150) == [scripted(0, index) for index in range(150)]
+
+
+async def test_what_went_on_elsewhere_meanwhile_ends_what_a_lease_still_holds_of_it():
+    worker = FakeWorker()
+    async with plane_and_two_routers(worker) as (_, router, other):
+        worker.gate.clear()
+        await router.submit(max_tokens=20)
+        await router.next("accepted")
+        begun = pb.Progress(token_ids=pack([scripted(0, index) for index in range(5)]))
+        going_on = {"max_tokens": 20, "continuation": pb.Continuation(progress=[begun])}
+        await other.submit(7, **going_on)
+        assert (await other.next("rejected")).rejected.reason == "REQUEST_ID_IN_USE", "its router is there"
+        router.call.cancel()
+        other_seed = Sampling(num_prompt_tokens=3, seed=1)
+        while True:
+            await other.submit(8, **going_on | {"sampling": other_seed})
+            assert (await other.next("rejected")).rejected.handle == 8
+            await other.submit(9, **going_on)
+            if (await other.call.read()).HasField("accepted"):
+                break
+        worker.gate.set()
+        assert outputs_of(await other.next("step_outputs"))[0][:3] == (9, 0, 5)
 
 
 async def test_progress_that_does_not_fit_is_refused():

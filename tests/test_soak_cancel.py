@@ -44,7 +44,7 @@ class SlowWorker(FakeWorker):
     async def Execute(self, requests, context):
         async for request in requests:
             await asyncio.sleep(STEP_S)
-            await context.write(self._answer(request))
+            await context.write(self.answer(request))
             self.new_requests.clear()
 
 

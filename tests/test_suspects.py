@@ -58,6 +58,18 @@ def test_a_request_that_kills_workers_is_found_by_halving_and_the_others_go_on()
     assert all(len(sequence.output_token_ids) == 9 for sequence in others)
 
 
+def test_steps_on_trial_are_short_so_that_the_first_stream_goes_on_before_all_are_computed_again():
+    core = make(budget=64, max_num_seqs=4)
+    for _ in range(3):
+        submit(core, 20)
+    assert core.schedule(0.0).num_tokens == 60
+    lose(core)
+    steps = [rows(step(core)[0]) for _ in range(6)]
+    assert steps[:3] == [[(1, 0, 16)], [(1, 16, 4), (2, 0, 12)], [(1, 20, 1), (2, 12, 8)]], "a quarter of the tokens"
+    assert steps[3:5] == [[(3, 0, 16)], [(3, 16, 4)]]
+    assert sum(num_tokens for *_, num_tokens in steps[5]) > 16, "nobody is on trial any more"
+
+
 def test_a_request_that_was_alone_from_the_beginning_gets_three_workers():
     core = make()
     assert trials(core, submit(core, 4)) == [[1]] * 3

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 from authority import Authority, replace
-from fakes import FakeWorker, control_plane, request
+from fakes import TEXT, FakeWorker, control_plane, request
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_fakes import router_alone
 
@@ -405,6 +405,24 @@ async def test_the_scheduler_is_told_the_share_of_a_tenant_that_a_header_names(t
         submit = await plane.scheduler.submitted()
         assert (submit.tenant, submit.tenant_weight) == ("acme", 3.0)
         call.cancel()
+
+
+async def test_a_live_request_that_other_calls_take_over_costs_its_tenant_as_much_as_one_call(tokens):
+    worker = FakeWorker()
+    async with control_plane(worker, router=guarded(tokens)) as plane:
+        asked = request("p" * 190, max_tokens=9)
+        asked.request_id, asked.sampling.seed = "r", 7
+        worker.gate.clear()
+        calls = [plane.generation.Generate(asked, metadata=bearing("z"))]
+        await plane.until(lambda state: state.num_running == 1)
+        asked.resume.seed = 7
+        for _ in range(3):  # of 600 tokens a minute each would take 199
+            calls.append(plane.generation.Generate(asked, metadata=bearing("z")))
+            assert (await refusal_of(calls[-2].read())).reason == "TAKEN_OVER"
+        worker.gate.set()
+        assert "".join([message.outputs[0].text async for message in calls[-1]]) == TEXT[:9]
+        for _ in range(2):
+            await plane.generation.Complete(request("p" * 190, max_tokens=1), metadata=bearing("z"))
 
 
 async def test_a_request_that_no_scheduler_computed_costs_its_tenant_nothing(tokens):

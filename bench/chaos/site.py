@@ -30,9 +30,8 @@ SETTINGS = (
 
 
 def steady_policy() -> RestartPolicy:
-    """The first delay of `pagewire up`, whatever the number of deaths: here they are no sign of a crash loop."""
-    policy = RestartPolicy()
-    return replace(policy, max_delay_s=policy.first_delay_s, max_deaths=1 << 30)
+    """Each death is as the first one is for `pagewire up`: here many of them are no sign of a crash loop."""
+    return RestartPolicy(max_delay_s=0, max_deaths=1 << 30)
 
 
 @dataclass
