@@ -1,75 +1,150 @@
-"""A scheduler core and what executes its steps, face to face: no wire, no clock, no process between them."""
+"""The real three processes for a test, on Unix sockets, each ended with SIGTERM and asked for exit code 0."""
 
-from array import array
-from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from protos.sampling_pb2 import Sampling
-from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse
-from scheduler.beam import BeamParams
-from scheduler.block_manager import BlockManager
-from scheduler.plan import Plan, to_request, to_result
-from scheduler.policy import Policy
-from scheduler.scheduler import Scheduler
-from scheduler.sequence import SequenceGroup
+from pagewire.processes import tied
+from protos.pagewire.v1 import generation_pb2 as pb
+from protos.pagewire.v1 import introspection_pb2
+from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
+from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
+from protos.rpc import dial, wait_for_serving
 
-NUM_TOKENS = 16
-EOS = 2
-
-
-class Answer(Protocol):
-    """Of a step that was launched."""
-
-    def result(self) -> ExecuteModelResponse: ...
+START_TIMEOUT_S = 60
 
 
+class Service:
+    """One process of ours."""
+
+    def __init__(self, name: str, *arguments: str, directory: str) -> None:
+        self.name = name
+        self.log = Path(directory) / f"{name}.log"
+        with self.log.open("a") as log:
+            command = [sys.executable, "-m", name, *arguments]
+            self.arguments = arguments
+            # Tied to this process: a test run that is killed leaves no service behind.
+            self.process = subprocess.Popen(tied(command), stderr=log, stdout=log, start_new_session=True)
+
+    def rss_bytes(self) -> int:
+        """Memory it has now."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def stop(self) -> None:
+        """SIGTERM, and exit code 0 within its time."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(40)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        assert code == 0, f"{self.name} exited with {code}:\n{self.log.read_text()[-3000:]}"
+
+
+@dataclass
 class Deployment:
-    """The plan of each step goes straight to `launch`, and what comes of it to the core, with as many steps in between
-    as may be in flight.
+    """A running chain; `services` by name."""
+
+    directory: str
+    router_address: str
+    services: dict[str, Service] = field(default_factory=dict)
+    ready_after_s: float = 0.0
+
+    def start(self, name: str, *arguments: str) -> Service:
+        self.services[name] = Service(name, *arguments, directory=self.directory)
+        return self.services[name]
+
+    async def state(self) -> introspection_pb2.SchedulerState:
+        async with dial(self.router_address) as channel:
+            stub = IntrospectionServiceStub(channel)
+            return (await stub.GetState(introspection_pb2.GetStateRequest(), timeout=10)).state
+
+    async def idle(self) -> introspection_pb2.SchedulerState:
+        """The state once nothing is live; no block may be held then."""
+        while True:
+            state = await self.state()
+            if state.num_running + state.num_waiting == 0:
+                assert state.block_pool.num_held == 0
+                return state
+            await asyncio.sleep(0.01)
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[GenerationServiceStub]:
+        async with dial(self.router_address) as channel:
+            yield GenerationServiceStub(channel)
+
+    async def complete(self, requests: list[pb.GenerateRequest]) -> list[pb.CompleteResponse]:
+        """All answers, asked for at once."""
+        async with self.client() as stub:
+            return list(await asyncio.gather(*(stub.Complete(request) for request in requests)))
+
+
+@contextlib.asynccontextmanager
+async def deployment(
+    model: Path | str,
+    *,
+    worker: tuple[str, ...] = (),
+    scheduler: tuple[str, ...] = (),
+    router: tuple[str, ...] = (),
+    listen: str | None = None,
+) -> AsyncIterator[Deployment]:
+    """Worker, scheduler and router for `model`, SERVING; stopped in reverse, with nothing left behind.
+
+    The router listens on `listen`, else on a Unix socket.
     """
+    with tempfile.TemporaryDirectory(prefix="pw") as directory:
+        running = Deployment(directory, listen or f"unix:{directory}/router")
+        start = time.monotonic()
+        try:
+            running.start("worker", "--listen", f"unix:{directory}/worker", "--model", str(model), *worker)
+            running.start(
+                "scheduler",
+                "--listen",
+                f"unix:{directory}/scheduler",
+                "--worker",
+                f"unix:{directory}/worker",
+                *scheduler,
+            )
+            running.start(
+                "router",
+                *("--listen", running.router_address, "--scheduler", f"unix:{directory}/scheduler"),
+                *("--model", str(model), *router),
+            )
+            async with dial(running.router_address) as channel:
+                try:
+                    async with asyncio.timeout(START_TIMEOUT_S):
+                        await wait_for_serving(channel)
+                except TimeoutError:
+                    logs = [service.log.read_text()[-2000:] for service in running.services.values()]
+                    raise AssertionError("not ready:\n" + "\n".join(logs)) from None
+            running.ready_after_s = time.monotonic() - start
+            yield running
+            await running.idle()
+            for name in ("router", "scheduler", "worker"):
+                running.services.pop(name).stop()
+        finally:
+            for service in running.services.values():
+                service.process.kill()
+                service.process.wait()
 
-    def __init__(
-        self,
-        launch: Callable[[ExecuteModelRequest], Answer],
-        num_blocks: int,
-        num_swap_blocks: int = 0,
-        *,
-        budget: int = 512,
-        num_concurrent_steps: int = 1,
-        **policy,
-    ) -> None:
-        options = {"max_num_seqs": min(128, budget), "max_waiting_requests": 100, "watermark": 0.0} | policy
-        self._launch = launch
-        self.core = Scheduler(Policy(budget, **options), BlockManager(num_blocks, 16, num_swap_blocks))
-        self.core.set_num_concurrent_steps(num_concurrent_steps)
-        self.max_num_held = 0
-        self._steps: deque[tuple[Plan, Answer]] = deque()
 
-    def submit(self, place: int, prompt: list[int], n=1, beam: BeamParams | None = None, **sampling) -> SequenceGroup:
-        return self.core.submit(
-            request_id=str(place),
-            prompt_token_ids=array("i", prompt),
-            n=n,
-            max_tokens=NUM_TOKENS,
-            stop_token_ids=[EOS],
-            beam=beam,
-            sampling=Sampling(
-                top_p=sampling.pop("top_p", 1.0), stop_token_ids=[EOS], num_prompt_tokens=len(prompt), **sampling
-            ),
-            now=float(place),
-        )
-
-    def step(self) -> None:
-        """Plans a step; takes the answer to the oldest if no more may be in flight, or there was nothing to plan."""
-        plan = self.core.schedule(1000.0)
-        self.core.check()
-        if plan.rows:
-            self._steps.append((plan, self._launch(to_request(plan, epoch=0))))
-        if not plan.rows or len(self._steps) == self.core.in_flight.max_steps:
-            oldest, answer = self._steps.popleft()
-            response = answer.result()
-            assert not response.failed_samples
-            self.core.update(oldest, to_result(response))
-            self.core.check()
-        self.max_num_held = max(self.max_num_held, self.core.blocks.num_held)
+def greedy(prompt: str | list[int], max_tokens: int, **options: object) -> pb.GenerateRequest:
+    """A greedy request that goes on to max_tokens and gives its token ids."""
+    prompt_field = {"text": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
+    return pb.GenerateRequest(
+        **prompt_field,
+        sampling=pb.SamplingParams(temperature=0),
+        stop=pb.StopConditions(max_tokens=max_tokens, ignore_eos=True),
+        output=pb.OutputOptions(token_ids=True),
+        **options,
+    )

@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
-from deployment import Deployment
+from direct import Deployment
 
 from scheduler.beam import BeamParams, EarlyStopping
 from scheduler.policy import PreemptionMode

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from deployment import Deployment
+from direct import Deployment
 from worker_fakes import GREEDY, Row, step, tiny_checkpoint, tokens
 
 torch = pytest.importorskip("torch")
