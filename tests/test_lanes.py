@@ -244,7 +244,7 @@ class WideWorker(FakeWorker):
         while (request := await arrived.get()) is not None:
             await self.gate.wait()
             self.num_answered += 1
-            await context.write(self._answer(request))
+            await context.write(self.answer(request))
         await reader
 
 
