@@ -1,8 +1,8 @@
 """Ranks as processes of this host. This process, the front, computes nothing.
 
 Steps go to all ranks through memory that they share (`ring.py`); rank 0 answers through a pipe. Ranks die with the
-front, and when one of them ends or is stopped, the front ends the others: within a fraction of a second all is over, and
-the supervisor starts it anew.
+front, and when one of them ends or is stopped, the front ends the others and itself, within a fraction of a second; who
+started it starts it anew.
 """
 
 import ctypes
@@ -26,6 +26,7 @@ from worker.config import WorkerSettings
 from worker.executor.executor import RankLost
 from worker.executor.rank import Outcome, Rank
 from worker.executor.ring import RingReader, RingWriter
+from worker.executor.told import read_outcome, tag_end, tag_info, tag_outcome, wait_for_infos
 from worker.inputs import MalformedStep
 from worker.ranks import Host, Place
 
@@ -99,27 +100,19 @@ class MpExecutor:
                 message = self._told[0].recv_bytes()
                 self._num_answered += 1
                 if self._num_answered == number:
-                    return _read_outcome(message)
+                    return read_outcome(message)
         except (EOFError, OSError) as error:
             raise self._lost() from error
 
     def _wait_for_infos(self) -> GetInfoResponse:
         """Rank 0's, once all ranks are ready."""
-        info = GetInfoResponse()
-        missing = dict(zip(self._told, range(len(self._told)), strict=True))
-        while missing:
-            for told in wait(list(missing)):
-                assert isinstance(told, Connection)
-                try:
-                    tag, text = _untag(told.recv_bytes())
-                except (EOFError, OSError) as error:
-                    raise self._lost() from error
-                if tag != _INFO:
-                    self._end(f"rank {missing[told]} can not load the model")
-                    raise ModelError(text.decode()) if tag == _MODEL_ERROR else RankLost(text.decode())
-                if missing.pop(told) == 0:
-                    info.ParseFromString(text)
-        return info
+        try:
+            return wait_for_infos(self._told)
+        except (ModelError, RankLost):
+            self._end("one can not load the model")
+            raise
+        except (EOFError, OSError) as error:
+            raise self._lost() from error
 
     def _watch(self, on_lost: Callable[[], None]) -> None:
         """Ends all ranks when one of them has ended or was stopped."""
@@ -174,32 +167,6 @@ def _loss(processes: Sequence[BaseProcess]) -> str | None:
     return None
 
 
-# In front of what a rank tells.
-_INFO, _RESPONSE, _MALFORMED, _MODEL_ERROR, _FAILURE = b"I", b"R", b"M", b"E", b"F"
-
-
-def _untag(message: bytes) -> tuple[bytes, bytes]:
-    return message[:1], message[1:]
-
-
-def _tag_outcome(outcome: Outcome) -> bytes:
-    match outcome:
-        case ExecuteModelResponse():
-            return _RESPONSE + outcome.SerializeToString()
-        case MalformedStep():
-            return _MALFORMED + f"{outcome.field}\n{outcome.description}".encode()
-    return _FAILURE + repr(outcome).encode()
-
-
-def _read_outcome(message: bytes) -> Outcome:
-    tag, text = _untag(message)
-    if tag == _RESPONSE:
-        return ExecuteModelResponse.FromString(text)
-    if tag == _MALFORMED:
-        return MalformedStep(*text.decode().split("\n", 1))
-    return RankLost(text.decode())
-
-
 @dataclass(frozen=True, slots=True)
 class _Start:
     """What a rank is told when it is spawned.
@@ -234,12 +201,10 @@ def _run(start: _Start, descriptor: DupFd, places: Connection, tell: Connection)
         info = rank.load()
         steps = RingReader(descriptor.detach(), start.place.rank, places)
         calm_collector()
-        tell.send_bytes(_INFO + info.SerializeToString())
-        rank.run(
-            steps.read, (lambda outcome: tell.send_bytes(_tag_outcome(outcome))) if start.place.rank == 0 else None
-        )
+        tell.send_bytes(tag_info(info))
+        rank.run(steps.read, (lambda outcome: tell.send_bytes(tag_outcome(outcome))) if start.place.rank == 0 else None)
     except ModelError as error:
-        tell.send_bytes(_MODEL_ERROR + str(error).encode())
+        tell.send_bytes(tag_end(error))
     except Exception:
         log.exception("rank failed")
     os._exit(1)
