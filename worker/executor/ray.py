@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -30,6 +31,8 @@ from worker.ranks import Host, Place
 _PLACEMENT_S = 120.0
 # Of a cluster of our own: nothing of ours goes through it, and Ray wants no less than 75 MB.
 _OBJECT_STORE_BYTES = 100_000_000
+# How long a cluster may take to take a connection.
+_ANSWER_S = 10.0
 _PR_SET_PDEATHSIG = 1
 # What `worker.__main__` sets before torch is imported, for those whom the nodes of another's cluster start.
 _HANDED_ON = ("GOMP_SPINCOUNT",)
@@ -145,6 +148,9 @@ def _join_cluster(settings: WorkerSettings) -> None:
         own["num_gpus"] = 0
     logging.getLogger("ray").setLevel(logging.ERROR)  # signals are for the main thread, it warns
     try:
+        if ":" in settings.ray_address:  # Ray would try for two minutes
+            host, _, port = settings.ray_address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
         ray.init(
             address=settings.ray_address or "local",
             include_dashboard=False,
