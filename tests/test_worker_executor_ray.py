@@ -38,10 +38,19 @@ def cluster():
     nodes.shutdown()
 
 
+# To the end of this process, which Ray ends when one thread drops a handle while another one leaves a cluster.
+KEPT = []
+
+
 @pytest.fixture
-def joined(cluster):
-    """Lets a test join the cluster; leaves it behind."""
-    yield cluster
+def join(cluster):
+    """Makes an executor with ranks in the cluster, which is left behind the test."""
+
+    def make(model, **changes):
+        KEPT.append(make_executor(settings(model, ray_address=cluster.address, **changes)))
+        return KEPT[-1]
+
+    yield make
     ray.shutdown()
 
 
@@ -77,8 +86,8 @@ def until(condition, within_s=20):
         time.sleep(0.02)
 
 
-def test_ranks_on_two_nodes_answer_as_one_does_and_the_end_of_one_is_the_end_of_all(checkpoint, joined):
-    executor = make_executor(settings(checkpoint, ray_address=joined.address))
+def test_ranks_on_two_nodes_answer_as_one_does_and_the_end_of_one_is_the_end_of_all(checkpoint, join):
+    executor = join(checkpoint)
     lost = threading.Event()
     assert executor.load(lost.set).model == "tiny-llama"
     assert greedy(executor.launch) == answers_of_one_rank(checkpoint)
@@ -94,29 +103,27 @@ def test_ranks_on_two_nodes_answer_as_one_does_and_the_end_of_one_is_the_end_of_
 
 
 @pytest.mark.long
-def test_stages_answer_as_one_rank_does_and_a_node_that_is_lost_is_heard_of_within_a_second(checkpoint, joined):
-    node = joined.add_node(num_cpus=2, object_store_memory=100_000_000)
-    executor = make_executor(
-        settings(checkpoint, ray_address=joined.address, tensor_parallel_size=2, pipeline_parallel_size=2)
-    )
+def test_stages_answer_as_one_rank_does_and_a_node_that_is_lost_is_heard_of_within_a_second(checkpoint, cluster, join):
+    node = cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
+    executor = join(checkpoint, tensor_parallel_size=2, pipeline_parallel_size=2)
     lost = threading.Event()
     assert executor.load(lost.set).num_concurrent_steps == 2
     assert greedy(executor.launch) == answers_of_one_rank(checkpoint)
     node.kill_raylet()
     assert lost.wait(1)
     until(lambda: not pids_of_ranks())
-    joined.remove_node(node)
+    cluster.remove_node(node)
 
 
 @pytest.mark.long
 def test_a_worker_that_is_killed_leaves_nothing_in_the_cluster_and_the_next_one_has_its_room(
-    checkpoint, joined, tmp_path
+    checkpoint, cluster, join, tmp_path
 ):
     flags = {
         "model": checkpoint,
         "listen": f"unix:{tmp_path}/worker.sock",
         "executor": "ray",
-        "ray-address": joined.address,
+        "ray-address": cluster.address,
         "tensor-parallel-size": 2,
         "num-gpu-blocks": 32,
     }
@@ -131,7 +138,7 @@ def test_a_worker_that_is_killed_leaves_nothing_in_the_cluster_and_the_next_one_
             worker.kill()
     until(lambda: not pids_of_ranks(), within_s=1)
 
-    executor = make_executor(settings(checkpoint, ray_address=joined.address))
+    executor = join(checkpoint)
     lost = threading.Event()
     executor.load(lost.set)
     live = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
@@ -160,16 +167,16 @@ def test_a_raylet_that_is_killed_ends_the_worker_that_has_started_it_with_1(chec
 
 
 @pytest.mark.long
-def test_a_model_that_a_node_does_not_have_is_named_with_the_rank_and_the_host(joined, tmp_path):
-    executor = make_executor(settings(tmp_path / "nowhere", ray_address=joined.address))
+def test_a_model_that_a_node_does_not_have_is_named_with_the_rank_and_the_host(join, tmp_path):
+    executor = join(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"there is no directory .*/nowhere \(rank [01] on "):
         executor.load(pytest.fail)
 
 
 @pytest.mark.long
-def test_a_cluster_without_room_says_what_it_has(checkpoint, joined, monkeypatch):
+def test_a_cluster_without_room_says_what_it_has(checkpoint, join, monkeypatch):
     monkeypatch.setattr("worker.executor.ray._PLACEMENT_S", 0.5)
-    executor = make_executor(settings(checkpoint, ray_address=joined.address, pipeline_parallel_size=2))
+    executor = join(checkpoint, pipeline_parallel_size=2)
     with pytest.raises(ModelError, match="4 ranks want a CPU each, and the cluster of Ray has 2, 2 of them free"):
         executor.load(pytest.fail)
 
