@@ -130,3 +130,21 @@ def candidates(response: ExecuteModelResponse) -> list[tuple[int, float]]:
     """(token id, log-probability) of the candidates of all samples, in order."""
     ids, values = unpack(response.candidate_token_ids), unpack_floats(response.candidate_logprobs)
     return list(zip(ids, values, strict=True))
+
+
+def greedy(launch, prompts: Sequence[Sequence[int]] = ((5, 17, 3, 88, 42), (9, 1, 60)), num_tokens: int = 8):
+    """Tokens that each prompt is continued with, in a cache of blocks of 4. A step is launched for each prompt before
+    the first is answered; `launch` gives an answer of a request."""
+    rows = [
+        Row(index + 1, prompt, range(8 * index, 8 * index + (len(prompt) + num_tokens) // 4 + 1))
+        for index, prompt in enumerate(prompts)
+    ]
+    told: list[list[int]] = [[] for _ in rows]
+    for number in range(num_tokens):
+        new = [{row.request_id: GREEDY} if number == 0 else None for row in rows]
+        answers = [launch(step(row, new=sampling)) for row, sampling in zip(rows, new, strict=True)]
+        for row, answer, sampled in zip(rows, answers, told, strict=True):
+            sampled += tokens(answer.result())
+            row.computed, row.tokens = row.computed + len(row.tokens), sampled[-1:]
+    launch(step(finished=[row.request_id for row in rows])).result()
+    return told

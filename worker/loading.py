@@ -143,9 +143,9 @@ def prepare_device(settings: WorkerSettings, host: Host = WHOLE_HOST) -> torch.d
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ModelError("--device is cuda, but torch sees no CUDA device; auto takes the CPU then")
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
-        if torch.cuda.device_count() < host.num_ranks:
+        if host.gpu is None and torch.cuda.device_count() < host.num_ranks:
             raise ModelError(f"{host.num_ranks} ranks on this host want a GPU each; it has {torch.cuda.device_count()}")
-        torch.cuda.set_device(host.index)
+        torch.cuda.set_device(host.index if host.gpu is None else host.gpu)
         return torch.device("cuda")
     log.info("threads", extra={"count": torch.get_num_threads(), "bound_to_cores": pin_threads()})
     return torch.device("cpu")

@@ -12,8 +12,10 @@ from protos.worker_pb2 import DESCRIPTOR
 from protos.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from worker.checkpoint import ModelError
 from worker.config import WorkerSettings
-from worker.executor.choose import make_executor
+from worker.executor.choose import is_follower, make_executor
 from worker.executor.executor import RankLost
+from worker.executor.external import follow
+from worker.executor.rank import start_rank_logging
 from worker.observer import Observer
 from worker.server import WorkerService
 
@@ -67,6 +69,13 @@ def main(settings: WorkerSettings) -> None:
     """Serves, or tests itself, until the process ends."""
     if settings.selftest and "log_level" not in settings.model_fields_set:
         settings = settings.model_copy(update={"log_level": "error"})  # what a log says stands in the report
+    if not settings.selftest and is_follower(settings, os.environ):
+        start_rank_logging(settings, int(os.environ["RANK"]))
+        try:
+            follow(settings)
+        except ModelError as error:
+            log.error("cannot load the model: %s", error)
+            sys.exit(1)
     start_logging("worker", settings)
     if settings.selftest:
         from worker.selftest import run_selftest

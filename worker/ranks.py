@@ -74,12 +74,14 @@ class Host:
     """What of its host is a rank's.
 
     Attributes:
-        index: of this rank among those of the host, and of its GPU.
+        index: of this rank among those of the host.
         num_ranks: of the host.
+        gpu: its GPU among those that its process sees; None: that of its index.
     """
 
     index: int = 0
     num_ranks: int = 1
+    gpu: int | None = None
 
     def cores(self, all_of_them: Iterable[int]) -> list[int]:
         """This rank's cores; where there are fewer than ranks, it shares one."""

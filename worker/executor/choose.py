@@ -10,6 +10,8 @@ import torch
 from worker.checkpoint import ModelError
 from worker.config import ExecutorName, WorkerSettings
 from worker.executor.executor import Executor
+from worker.executor.external import ExternalRanks
+from worker.executor.lines import LinesExecutor
 from worker.executor.mp import MpExecutor
 from worker.executor.uni import UniExecutor
 
@@ -29,7 +31,19 @@ def make_executor(settings: WorkerSettings) -> Executor:
         return UniExecutor(settings)
     if name == "mp":
         return MpExecutor(settings)
-    raise NotImplementedError
+    if name == "ray":
+        # Ray reads these when it is imported. Lines that several ranks log alike are not to be dropped, and SIGTERM is
+        # no failure.
+        os.environ |= {"RAY_DEDUP_LOGS": "0", "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
+        from worker.executor.ray import RayRanks
+
+        return LinesExecutor(RayRanks(settings).connect)
+    return LinesExecutor(ExternalRanks(settings).connect)
+
+
+def is_follower(settings: WorkerSettings, environment: Mapping[str, str]) -> bool:
+    """Whether this process is one of several that torchrun has started, and not the one that serves."""
+    return settings.executor in ("auto", "external") and _is_under_torchrun(environment) and environment["RANK"] != "0"
 
 
 def choose(
@@ -48,7 +62,7 @@ def choose(
     """
     size = settings.num_ranks
     sizes = f"--tensor-parallel-size x --pipeline-parallel-size is {size}"
-    under_torchrun = "RANK" in environment and "WORLD_SIZE" in environment
+    under_torchrun = _is_under_torchrun(environment)
     match settings.executor:
         case "auto":
             pass
@@ -76,3 +90,7 @@ def choose(
         f"{sizes}, and this host has {num_gpus} GPUs: lower the sizes, or install Ray for more hosts: "
         "pip install 'pagewire[ray]'"
     )
+
+
+def _is_under_torchrun(environment: Mapping[str, str]) -> bool:
+    return "RANK" in environment and "WORLD_SIZE" in environment

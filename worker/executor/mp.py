@@ -22,13 +22,14 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from kernels.cpu_meeting import shared_memory
-from protos.process import calm_collector, start_logging
-from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoResponse
+from protos.process import calm_collector
+from protos.worker_pb2 import ExecuteModelRequest, GetInfoResponse
 from worker.checkpoint import ModelError
 from worker.config import WorkerSettings
 from worker.executor.executor import RankLost
-from worker.executor.rank import Outcome, Rank
+from worker.executor.rank import Outcome, Rank, start_rank_logging
 from worker.executor.ring import RingReader, RingWriter
+from worker.executor.told import NumberedAnswer, read_outcome, tag_end, tag_info, tag_outcome, wait_for_infos
 from worker.inputs import MalformedStep
 from worker.ranks import Host, Place
 
@@ -81,7 +82,7 @@ class MpExecutor:
         threading.Thread(target=self._watch, args=(on_lost,), name="watch", daemon=True).start()
         return self._wait_for_infos()
 
-    def launch(self, request: ExecuteModelRequest) -> "_Answer":
+    def launch(self, request: ExecuteModelRequest) -> NumberedAnswer:
         """See `Executor`."""
         assert self._steps is not None, "not loaded"
         message = request.SerializeToString()
@@ -92,7 +93,7 @@ class MpExecutor:
         except OSError as error:
             raise self._lost() from error
         self._num_launched += 1
-        return _Answer(self, self._num_launched)
+        return NumberedAnswer(self.answer, self._num_launched)
 
     def is_usable(self) -> bool:
         """See `Executor`."""
@@ -112,28 +113,24 @@ class MpExecutor:
             while True:
                 message = self._told[0].recv_bytes()
                 self._num_answered += 1
+                outcome = read_outcome(message)
+                if isinstance(outcome, RankLost):
+                    self._end(f"rank 0 failed: {outcome}")
+                    raise outcome
                 if self._num_answered == number:
-                    return _read_outcome(message)
+                    return outcome
         except (EOFError, OSError) as error:
             raise self._lost() from error
 
     def _wait_for_infos(self) -> GetInfoResponse:
         """Rank 0's, once all ranks are ready."""
-        info = GetInfoResponse()
-        missing = dict(zip(self._told, range(len(self._told)), strict=True))
-        while missing:
-            for told in wait(list(missing)):
-                assert isinstance(told, Connection)
-                try:
-                    tag, text = _untag(told.recv_bytes())
-                except (EOFError, OSError) as error:
-                    raise self._lost() from error
-                if tag != _INFO:
-                    self._end(f"rank {missing[told]} can not load the model")
-                    raise ModelError(text.decode()) if tag == _MODEL_ERROR else RankLost(text.decode())
-                if missing.pop(told) == 0:
-                    info.ParseFromString(text)
-        return info
+        try:
+            return wait_for_infos(self._told)
+        except (ModelError, RankLost):
+            self._end("one can not load the model")
+            raise
+        except (EOFError, OSError) as error:
+            raise self._lost() from error
 
     def _watch(self, on_lost: Callable[[], None]) -> None:
         """Ends all ranks when one of them has ended or was stopped."""
@@ -155,26 +152,6 @@ class MpExecutor:
         return RankLost(self._loss or _loss(self._processes) or "a rank closed its pipe")
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Of a step; see `Answer`. Those of the same executor are asked for in order."""
-
-    executor: MpExecutor
-    number: int
-
-    @property
-    def is_finished(self) -> bool:
-        """See `Answer`: nobody knows."""
-        return False
-
-    def result(self) -> ExecuteModelResponse:
-        """See `Answer`."""
-        outcome = self.executor.answer(self.number)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-
 def _loss(processes: Sequence[BaseProcess]) -> str | None:
     """Which rank ended, or was stopped, and how; None while all go on."""
     for process in processes:
@@ -188,32 +165,6 @@ def _loss(processes: Sequence[BaseProcess]) -> str | None:
         if stopped is not None:
             return f"{process.name} was stopped by {signal.Signals(stopped.si_status).name}"
     return None
-
-
-# In front of what a rank tells.
-_INFO, _RESPONSE, _MALFORMED, _MODEL_ERROR, _FAILURE = b"I", b"R", b"M", b"E", b"F"
-
-
-def _untag(message: bytes) -> tuple[bytes, bytes]:
-    return message[:1], message[1:]
-
-
-def _tag_outcome(outcome: Outcome) -> bytes:
-    match outcome:
-        case ExecuteModelResponse():
-            return _RESPONSE + outcome.SerializeToString()
-        case MalformedStep():
-            return _MALFORMED + f"{outcome.field}\n{outcome.description}".encode()
-    return _FAILURE + repr(outcome).encode()
-
-
-def _read_outcome(message: bytes) -> Outcome:
-    tag, text = _untag(message)
-    if tag == _RESPONSE:
-        return ExecuteModelResponse.FromString(text)
-    if tag == _MALFORMED:
-        return MalformedStep(*text.decode().split("\n", 1))
-    return RankLost(text.decode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +194,7 @@ def _run(start: _Start, descriptors: list[Any], places: Connection, tell: Connec
         os._exit(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     settings = WorkerSettings.model_validate_json(start.settings)
-    name = f"{settings.log_name or 'worker'}/{start.place.rank}"
-    start_logging("worker", settings.model_copy(update={"log_name": name}))
+    start_rank_logging(settings, start.place.rank)
     try:
         store = TCPStore(_HOST, start.port, is_master=False)
         steps, meeting = (descriptor.detach() for descriptor in descriptors)
@@ -252,11 +202,11 @@ def _run(start: _Start, descriptors: list[Any], places: Connection, tell: Connec
         info = rank.load()
         ring = RingReader(steps, start.place.rank, places)
         calm_collector()
-        tell.send_bytes(_INFO + info.SerializeToString())
+        tell.send_bytes(tag_info(info))
         answers = start.place.rank == 0
-        rank.run(ring.read, (lambda outcome: tell.send_bytes(_tag_outcome(outcome))) if answers else None)
+        rank.run(ring.read, (lambda outcome: tell.send_bytes(tag_outcome(outcome))) if answers else None)
     except ModelError as error:
-        tell.send_bytes(_MODEL_ERROR + str(error).encode())
+        tell.send_bytes(tag_end(error))
     except Exception:
         log.exception("rank failed")
     os._exit(1)

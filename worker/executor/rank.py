@@ -10,6 +10,7 @@ from torch import distributed
 
 from kernels.cpu import CpuKernels, KernelsUnavailable
 from kernels.cpu_meeting import CpuMeeting
+from protos.process import start_logging
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoResponse
 from worker.config import WorkerSettings
 from worker.inputs import MalformedStep
@@ -23,6 +24,12 @@ log = logging.getLogger(__name__)
 Outcome = ExecuteModelResponse | Exception
 # The others load for as long as this, when this one has.
 _MEETING_S = 600.0
+
+
+def start_rank_logging(settings: WorkerSettings, number: int) -> None:
+    """Logs as the worker does, with the rank's number behind its name."""
+    name = f"{settings.log_name or 'worker'}/{number}"
+    start_logging("worker", settings.model_copy(update={"log_name": name}))
 
 
 class Rank:

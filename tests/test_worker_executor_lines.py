@@ -1,0 +1,163 @@
+"""Lines between a front and ranks, with ranks that compute nothing, on threads of this process."""
+
+import contextlib
+import os
+import socket
+import threading
+from multiprocessing import Pipe
+
+import pytest
+from torch.distributed import HashStore
+from worker_fakes import step
+
+from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoResponse
+from worker.checkpoint import ModelError
+from worker.executor import lines
+from worker.executor.executor import RankLost
+from worker.executor.lines import LOOPBACK, LinesExecutor, meet_ranks, run_here
+from worker.inputs import MalformedStep
+
+
+def ignore():
+    """The end of all ranks, when the test is over."""
+
+
+class Echo:
+    """A rank whose answer names the step; what it is told to do to a step happens instead."""
+
+    def __init__(self, does=None, loads=lambda: GetInfoResponse(model="echo")):
+        self._does = does or {}
+        self.load = loads
+        self.seen = []
+
+    def run(self, steps, answer):
+        while (message := steps()) is not None:
+            step_id = ExecuteModelRequest.FromString(message).step_id
+            self.seen.append(step_id)
+            outcome = self._does.get(step_id, lambda step_id=step_id: ExecuteModelResponse(step_id=step_id))()
+            if answer is not None:
+                answer(outcome)
+
+
+@contextlib.contextmanager
+def started(*ranks):
+    """An executor of these ranks, their threads, and the front's ends of the lines."""
+    pipes = [Pipe() for _ in ranks]
+    threads = [
+        threading.Thread(target=run_here, args=(end, rank, number), daemon=True)
+        for number, (rank, (_, end)) in enumerate(zip(ranks, pipes, strict=True))
+    ]
+    for thread in threads:
+        thread.start()
+    front = [end for end, _ in pipes]
+    try:
+        yield LinesExecutor(lambda: front), threads, front
+    finally:
+        for end in front:  # to close it is not enough while the executor watches it
+            with socket.socket(fileno=os.dup(end.fileno())) as other:
+                other.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_every_rank_gets_every_step_and_rank_0_answers_in_order_however_many_are_in_flight():
+    with started(Echo(), other := Echo()) as (executor, *_):
+        assert executor.load(ignore).model == "echo"
+        answers = [executor.launch(step(step_id=step_id)) for step_id in range(1, 6)]
+        assert answers[0].result().step_id == 1
+        assert answers[3].result().step_id == 4, "what nobody asked for was not passed over"
+        assert answers[4].result().step_id == 5
+    assert other.seen == [1, 2, 3, 4, 5]
+
+
+def test_a_malformed_step_names_the_field_and_the_next_one_runs():
+    with started(Echo({1: lambda: MalformedStep("token_ids", "what would be right")})) as (executor, *_):
+        executor.load(ignore)
+        with pytest.raises(MalformedStep, match="token_ids: what would be right"):
+            executor.launch(step(step_id=1)).result()
+        assert executor.launch(step(step_id=2)).result().step_id == 2
+        assert executor.is_usable()
+
+
+def boom():
+    raise RuntimeError("boom")
+
+
+def test_a_step_that_fails_at_rank_0_is_the_end_of_all_ranks_with_its_traceback(caplog):
+    with started(Echo({1: lambda: RuntimeError("the device says no")}), Echo()) as (executor, threads, _):
+        lost = threading.Event()
+        executor.load(lost.set)
+        with pytest.raises(RankLost, match="RuntimeError: the device says no"):
+            executor.launch(step(step_id=1)).result()
+        assert lost.wait(10)
+        assert not executor.is_usable()
+        for thread in threads:
+            thread.join(10)
+    assert "the device says no" in caplog.text
+
+
+def test_a_rank_that_nobody_asks_and_fails_is_told_of_with_its_traceback(caplog):
+    with started(Echo(), Echo({1: boom})) as (executor, *_):
+        lost = threading.Event()
+        executor.load(lost.set)
+        executor.launch(step(step_id=1))
+        assert lost.wait(10)
+        with pytest.raises(RankLost, match="rank 1 failed"):
+            executor.launch(step(step_id=2)).result()
+    assert 'raise RuntimeError("boom")' in caplog.messages[-1]
+
+
+def test_a_rank_that_goes_without_a_word_is_missed_while_nothing_runs(caplog):
+    with started(Echo()) as (executor, _, front):
+        front_end, rank_end = Pipe()
+        rank_end.send_bytes(b"I")
+        front.append(front_end)
+        lost = threading.Event()
+        executor.load(lost.set)
+        assert not lost.is_set()
+        rank_end.close()
+        assert lost.wait(10)
+    assert caplog.messages[-1] == "ranks lost: rank 1 is gone"
+
+
+def test_a_rank_that_can_not_load_the_model_says_which_it_is_and_where():
+    def refuse():
+        raise ModelError("there is no directory /models/x")
+
+    with started(Echo(), Echo(loads=refuse)) as (executor, *_):
+        where = rf"there is no directory /models/x \(rank 1 on {socket.gethostname()}\)"
+        with pytest.raises(ModelError, match=where):
+            executor.load(ignore)
+
+
+def test_a_rank_that_dies_while_it_loads_is_lost():
+    with started(Echo(), Echo(loads=boom)) as (executor, *_), pytest.raises(RankLost, match="RuntimeError: boom"):
+        executor.load(ignore)
+
+
+def test_who_does_not_know_the_secret_is_no_rank():
+    store, met = HashStore(), {}
+    front = threading.Thread(
+        target=lambda: met.update(meet_ranks(store, LOOPBACK, [1], lambda missing: None)), daemon=True
+    )
+    front.start()
+    address, port, _ = store.get("pagewire/front").decode().split()
+    assert address == LOOPBACK
+    with socket.create_connection((address, int(port))) as stranger:
+        stranger.sendall(os.urandom(16) + (1).to_bytes(4))
+        assert stranger.recv(1) == b""
+    line = lines._dial(store, 1)
+    front.join(10)
+    met[1].send_bytes(b"step")
+    assert line.recv_bytes() == b"step"
+    line.close()
+    met[1].close()
+
+
+def test_whoever_knows_that_a_rank_will_not_come_ends_the_wait():
+    def look(missing):
+        raise RankLost(f"{missing} will not come")
+
+    with pytest.raises(RankLost, match=r"\[1, 2\] will not come"):
+        meet_ranks(HashStore(), LOOPBACK, [1, 2], look)

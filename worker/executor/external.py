@@ -1,0 +1,121 @@
+"""Ranks that torchrun has started, of which this process is one; see https://docs.pytorch.org/docs/stable/elastic/run.html.
+
+Rank 0 serves gRPC, and is the front: it has a line to each other rank (`lines.py`) and to its own, which runs on a
+thread beside. The others are ranks and nothing else. When one dies torchrun ends the group, and so does rank 0; when
+rank 0 ends, they do.
+"""
+
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import NoReturn, Self
+
+from torch.distributed import Store
+from torch.distributed.rendezvous import rendezvous
+
+from worker.checkpoint import ModelError
+from worker.config import WorkerSettings
+from worker.executor.lines import LOOPBACK, be_rank, meet_ranks, run_here
+from worker.executor.rank import Rank
+from worker.ranks import Host, Place
+
+_RENDEZVOUS_S = 600.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What torchrun says of this process.
+
+    Attributes:
+        place: as a rank.
+        host: what of its host is its own.
+        address: of rank 0's host, as the others know it.
+    """
+
+    place: Place
+    host: Host
+    address: str
+
+    @classmethod
+    def read(cls, settings: WorkerSettings, environment: Mapping[str, str]) -> Self:
+        """From the environment.
+
+        Raises:
+            ModelError: it started other than the settings want.
+        """
+        try:
+            rank, world_size, local_rank, local_world_size = (
+                int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+            )
+            address = environment["MASTER_ADDR"]
+        except (KeyError, ValueError) as error:
+            raise ModelError(f"--executor external wants the environment that torchrun sets: {error}") from error
+        if world_size != settings.num_ranks:
+            raise ModelError(
+                f"torchrun has started {world_size} processes, and --tensor-parallel-size x --pipeline-parallel-size "
+                f"is {settings.num_ranks}: make --nnodes x --nproc-per-node and these the same"
+            )
+        return cls(
+            Place(rank, settings.tensor_parallel_size, settings.pipeline_parallel_size),
+            Host(local_rank, local_world_size),
+            LOOPBACK if local_world_size == world_size else address,
+        )
+
+    def meet(self) -> Store:
+        """The store that all ranks look into."""
+        if self.address == LOOPBACK:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_RENDEZVOUS_S)))
+        return store
+
+
+class ExternalRanks:
+    """The ranks of a worker, as rank 0 sees them.
+
+    Args:
+        settings: of the worker.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+
+    def connect(self) -> list[Connection]:
+        """Waits for the others and begins to be one of them; gives the line to each, in order.
+
+        Raises:
+            ModelError: torchrun has started other than the settings want.
+            RankLost: not all have come.
+        """
+        launched = Launched.read(self._settings, os.environ)
+        # This process would serve on without torchrun, and keep its port from those that are started anew.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        store = launched.meet()
+        others = meet_ranks(store, launched.address, range(1, launched.place.size), _nothing)
+        front, own = Pipe()
+        rank = Rank(self._settings, launched.place, launched.host, store)
+        threading.Thread(target=run_here, args=(own, rank, 0), name="rank 0", daemon=True).start()
+        return [front, *(others[rank] for rank in sorted(others))]
+
+
+def follow(settings: WorkerSettings) -> NoReturn:
+    """The life of a rank other than 0.
+
+    Raises:
+        ModelError: torchrun has started other than the settings want.
+    """
+    launched = Launched.read(settings, os.environ)
+    # Torchrun tells all ranks to stop. Rank 0 drains, and needs the others for that.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    be_rank(settings, launched.place, launched.host, launched.meet())
+
+
+def _nothing(missing: list[int]) -> None:
+    """Torchrun itself looks whether all ranks live."""

@@ -1,0 +1,245 @@
+"""Ranks in processes that the front has not started itself, on any host: a line to each, which is a TCP connection.
+
+Steps go out on all lines, and rank 0 answers on its own. A line ends with the process at either end: at once where the
+kernel of its host lives, within seconds where it does not. So a loss is seen while nothing runs, without a heartbeat,
+and however long a service idles, nothing times out; a collective of gloo or NCCL can do neither.
+"""
+
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from torch.distributed import Store
+
+from protos.process import calm_collector
+from protos.worker_pb2 import ExecuteModelRequest, GetInfoResponse
+from worker.checkpoint import ModelError
+from worker.config import WorkerSettings
+from worker.executor.executor import RankLost
+from worker.executor.rank import Outcome, Rank
+from worker.executor.told import NumberedAnswer, read_outcome, tag_end, tag_info, tag_outcome, wait_for_infos
+from worker.ranks import Host, Place
+
+LOOPBACK = "127.0.0.1"
+# How long ranks may take to come, and one that has come to say which it is.
+_MEETING_S, _GREETING_S = 600.0, 5.0
+_LOOK_S = 0.25
+# The front's address and a secret, in the store.
+_FRONT = "pagewire/front"
+_SECRET_BYTES, _RANK_BYTES = 16, 4
+# A host that is gone without a word is missed after 5 + 3 * 3 s, or when it has confirmed nothing for as long.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 14_000}
+
+log = logging.getLogger(__name__)
+
+
+class LinesExecutor:
+    """See `Executor`.
+
+    Args:
+        connect: gives the line to each rank, in order; raises ModelError or RankLost.
+    """
+
+    def __init__(self, connect: Callable[[], list[Connection]]) -> None:
+        self._connect = connect
+        self._lines: list[Connection] = []
+        self._num_launched = 0
+        self._num_answered = 0
+        self._loss: str | None = None
+
+    def load(self, on_lost: Callable[[], None]) -> GetInfoResponse:
+        """See `Executor`."""
+        self._lines = self._connect()
+        try:
+            info = wait_for_infos(self._lines)
+        except (EOFError, OSError) as error:
+            raise RankLost("a rank has ended while it loaded the model") from error
+        threading.Thread(target=self._watch, args=(on_lost,), name="watch", daemon=True).start()
+        return info
+
+    def launch(self, request: ExecuteModelRequest) -> NumberedAnswer:
+        """See `Executor`."""
+        message = request.SerializeToString()
+        try:
+            # The first stage, which has the highest ranks, is not to wait until the last one has read.
+            for line in reversed(self._lines):
+                line.send_bytes(message)
+        except OSError as error:
+            raise self._end("a line is broken") from error
+        self._num_launched += 1
+        return NumberedAnswer(self.answer, self._num_launched)
+
+    def is_usable(self) -> bool:
+        """See `Executor`."""
+        return self._loss is None
+
+    def close(self) -> None:
+        """See `Executor`: ranks end with their lines."""
+        self._loss = self._loss or "closed"
+        for line in self._lines:
+            line.close()
+
+    def answer(self, number: int) -> Outcome:
+        """What rank 0 tells of the step that was launched as the `number`th; those before are passed over."""
+        try:
+            while True:
+                outcome = read_outcome(self._lines[0].recv_bytes())
+                if isinstance(outcome, RankLost):
+                    raise self._end(f"rank 0 failed: {outcome}")
+                self._num_answered += 1
+                if self._num_answered == number:
+                    return outcome
+        except (EOFError, OSError) as error:
+            raise self._end("rank 0 is gone") from error
+
+    def _watch(self, on_lost: Callable[[], None]) -> None:
+        """Waits for the end of any line."""
+        poll = select.poll()
+        for line in self._lines:
+            poll.register(line.fileno(), select.POLLRDHUP)
+        ended = {descriptor for descriptor, _ in poll.poll()}
+        for rank, line in enumerate(self._lines):
+            if self._loss is None and line.fileno() in ended:
+                # Whoever waits for an answer reads rank 0's line.
+                self._end(f"rank {rank} is gone" if rank == 0 else _last_word(rank, line))
+        on_lost()
+
+    def _end(self, loss: str) -> RankLost:
+        """Ends all ranks; the first reason is the one that counts."""
+        if self._loss is None:
+            self._loss = loss
+            log.error("ranks lost: %s", loss)
+        for line in self._lines:
+            with socket.socket(fileno=os.dup(line.fileno())) as end, contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        return RankLost(self._loss)
+
+
+def _last_word(rank: int, line: Connection) -> str:
+    """Why a rank that nobody asks has ended."""
+    with contextlib.suppress(EOFError, OSError):
+        return f"rank {rank} failed: {read_outcome(line.recv_bytes())}"
+    return f"rank {rank} is gone"
+
+
+def meet_ranks(
+    store: Store, address: str, expected: Collection[int], look: Callable[[list[int]], None]
+) -> Mapping[int, Connection]:
+    """The lines to ranks, by their number, once all of them have come.
+
+    Args:
+        store: that they look into.
+        address: of this host, as they know it.
+        expected: their numbers.
+        look: is shown those that have not come, and raises where it knows that one will not.
+
+    Raises:
+        RankLost: not all came in time.
+    """
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    lines: dict[int, Connection] = {}
+    deadline = time.monotonic() + _MEETING_S
+    with socket.create_server((LOOPBACK if address == LOOPBACK else "", 0)) as server:
+        server.settimeout(_LOOK_S)
+        store.set(_FRONT, f"{address} {server.getsockname()[1]} {secret.hex()}")
+        while missing := sorted(set(expected) - lines.keys()):
+            look(missing)
+            if time.monotonic() > deadline:
+                raise RankLost(f"ranks {missing} have not come within {_MEETING_S:.0f} s")
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                peer, _ = server.accept()
+                peer.settimeout(_GREETING_S)
+                greeting = peer.recv(_SECRET_BYTES + _RANK_BYTES)
+                rank = int.from_bytes(greeting[_SECRET_BYTES:])
+                if hmac.compare_digest(greeting[:_SECRET_BYTES], secret) and rank in missing:
+                    lines[rank] = _line(peer)
+                else:
+                    peer.close()
+    return lines
+
+
+def run_here(line: Connection, rank: Rank, number: int) -> bool:
+    """Loads and runs a rank until its line ends, or it does.
+
+    Args:
+        line: to the front.
+        rank: that is run.
+        number: of it; only rank 0 answers.
+
+    Returns:
+        Whether it was the line.
+    """
+
+    def steps() -> bytes | None:
+        with contextlib.suppress(EOFError, OSError):
+            return line.recv_bytes()
+        return None
+
+    def answer(outcome: Outcome) -> None:
+        line.send_bytes(tag_outcome(outcome))
+
+    try:
+        info = rank.load()
+        calm_collector()
+        line.send_bytes(tag_info(info))
+        rank.run(steps, answer if number == 0 else None)
+        return True
+    except Exception as error:
+        known = isinstance(error, ModelError)
+        if not known:
+            log.exception("rank failed")
+        told = ModelError(f"{error} (rank {number} on {socket.gethostname()})") if known else error
+        with contextlib.suppress(OSError):
+            line.send_bytes(tag_end(told))
+        return False
+    finally:
+        line.close()
+
+
+def be_rank(settings: WorkerSettings, place: Place, host: Host, store: Store) -> NoReturn:
+    """The life of a process that is a rank and nothing else: it ends with the front, with status 0 then.
+
+    Args:
+        settings: of the worker.
+        place: where it stands.
+        host: what of its host is its own.
+        store: where it finds the front and the other ranks.
+    """
+    line = _dial(store, place.rank)
+    threading.Thread(target=_end_with, args=(line.fileno(),), name="watch", daemon=True).start()
+    is_over = run_here(line, Rank(settings, place, host, store), place.rank)
+    logging.shutdown()
+    os._exit(0 if is_over else 1)
+
+
+def _dial(store: Store, rank: int) -> Connection:
+    address, port, secret = store.get(_FRONT).decode().split()
+    peer = socket.create_connection((address, int(port)), timeout=_GREETING_S)
+    peer.sendall(bytes.fromhex(secret) + rank.to_bytes(_RANK_BYTES))
+    return _line(peer)
+
+
+def _line(peer: socket.socket) -> Connection:
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        peer.setsockopt(socket.IPPROTO_TCP, option, value)
+    return Connection(peer.detach())
+
+
+def _end_with(line: int) -> NoReturn:
+    """Ends this process when the front is gone, whatever it is at: nobody needs it any more."""
+    poll = select.poll()
+    poll.register(line, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)

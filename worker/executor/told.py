@@ -1,0 +1,99 @@
+"""What a rank in another process tells the front, as bytes: that it is ready, its outcomes, why it ends."""
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+
+from protos.worker_pb2 import ExecuteModelResponse, GetInfoResponse
+from worker.checkpoint import ModelError
+from worker.executor.executor import RankLost
+from worker.executor.rank import Outcome
+from worker.inputs import MalformedStep
+
+# In front of what is told.
+_INFO, _RESPONSE, _MALFORMED, _MODEL_ERROR, _FAILURE = b"I", b"R", b"M", b"E", b"F"
+
+
+def tag_info(info: GetInfoResponse) -> bytes:
+    """For a rank that is ready."""
+    return _INFO + info.SerializeToString()
+
+
+def tag_end(error: Exception) -> bytes:
+    """For a rank that ends."""
+    if isinstance(error, ModelError):
+        return _MODEL_ERROR + str(error).encode()
+    return _FAILURE + "".join(traceback.format_exception(error)).rstrip().encode()
+
+
+def tag_outcome(outcome: Outcome) -> bytes:
+    """For a step."""
+    match outcome:
+        case ExecuteModelResponse():
+            return _RESPONSE + outcome.SerializeToString()
+        case MalformedStep():
+            return _MALFORMED + f"{outcome.field}\n{outcome.description}".encode()
+    return tag_end(outcome)
+
+
+def read_outcome(message: bytes) -> Outcome:
+    """What became of a step; RankLost where the rank has failed in it, or ended before."""
+    tag, text = message[:1], message[1:]
+    if tag == _RESPONSE:
+        return ExecuteModelResponse.FromString(text)
+    if tag == _MALFORMED:
+        return MalformedStep(*text.decode().split("\n", 1))
+    return RankLost(text.decode())
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedAnswer:
+    """Of a step; see `Answer`. Those of the same executor are asked for in order.
+
+    Attributes:
+        outcome_of: what became of a step, when it is there.
+        number: of the step, as it was launched.
+    """
+
+    outcome_of: Callable[[int], Outcome]
+    number: int
+
+    @property
+    def is_finished(self) -> bool:
+        """See `Answer`: nobody knows."""
+        return False
+
+    def result(self) -> ExecuteModelResponse:
+        """See `Answer`."""
+        outcome = self.outcome_of(self.number)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def wait_for_infos(ranks: Sequence[Connection]) -> GetInfoResponse:
+    """Rank 0's, once all ranks are ready.
+
+    Args:
+        ranks: what each of them tells.
+
+    Raises:
+        ModelError: one can not load the model.
+        RankLost: one has failed.
+        EOFError, OSError: one has ended and says nothing.
+    """
+    info = GetInfoResponse()
+    missing = dict(zip(ranks, range(len(ranks)), strict=True))
+    while missing:
+        for told in wait(list(missing)):
+            assert isinstance(told, Connection)
+            message = told.recv_bytes()
+            tag, text = message[:1], message[1:]
+            if tag == _MODEL_ERROR:
+                raise ModelError(text.decode())
+            if tag != _INFO:
+                raise RankLost(f"rank {missing[told]} failed: {text.decode()}")
+            if missing.pop(told) == 0:
+                info.ParseFromString(text)
+    return info
