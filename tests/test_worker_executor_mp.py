@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from direct import Deployment
 from worker_fakes import GREEDY, Row, step, tiny_checkpoint, tokens
 
 torch = pytest.importorskip("torch")
@@ -127,52 +126,6 @@ def test_idle_ranks_are_missed_too(checkpoint):
 def test_what_a_rank_can_not_load_is_told_in_its_words(checkpoint):
     with pytest.raises(ModelError, match="does not deal out 4 query heads on 2 key/value heads: possible are 1, 2, 4"):
         MpExecutor(settings(checkpoint, 3)).load(lambda: None)
-
-
-@pytest.mark.model
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "tensor, stages",
-    [
-        pytest.param(2, 1, marks=pytest.mark.long),
-        (3, 1),
-        pytest.param(1, 2, marks=pytest.mark.long),
-        (2, 2),
-    ],
-)
-def test_greedy_tokens_are_those_of_one_rank_though_blocks_are_few(model_dir, single_rank, tensor, stages):
-    """Twenty prompts whose second half shares a prefix, with a fifth of the blocks that they would take."""
-    prompts, expected, num_blocks = single_rank
-    with Running(settings(model_dir, tensor, stages, num_blocks=num_blocks // 5, block_size=16)) as running:
-        concurrency = max(1, running.info.num_concurrent_steps)
-        deployment = Deployment(running.executor.launch, num_blocks // 5, num_concurrent_steps=concurrency)
-        assert greedy(deployment, prompts) == expected
-    assert deployment.core.num_preemptions > 0
-    assert deployment.core.num_found_tokens > 0
-
-
-@pytest.fixture(scope="module")
-def single_rank(model_dir):
-    """Prompts, what one rank says to them, and the blocks that they take."""
-    transformers = pytest.importorskip("transformers")
-    from test_memory_pressure import PROMPTS
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
-    texts = [PROMPTS[place % len(PROMPTS)] for place in range(20)]
-    prompts = [
-        tokenizer(text if place < 10 else "\n".join([*PROMPTS[:5], text])).input_ids for place, text in enumerate(texts)
-    ]
-    alone = UniExecutor(settings(model_dir, num_blocks=2000, block_size=16))
-    alone.load(lambda: None)
-    deployment = Deployment(alone.launch, 2000)
-    return prompts, greedy(deployment, prompts), deployment.max_num_held
-
-
-def greedy(deployment, prompts):
-    groups = [deployment.submit(place, prompt) for place, prompt in enumerate(prompts)]
-    while deployment.core.num_live:
-        deployment.step()
-    return [group.sequences[0].output_token_ids.tolist() for group in groups]
 
 
 def ranks_of(front):

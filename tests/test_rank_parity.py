@@ -1,0 +1,54 @@
+"""Whoever runs the ranks, and however many there are: the greedy tokens are those of one, also when blocks are few."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+SCRIPT = Path(__file__).parent / "rank_parity.py"
+AMPLE = 2000
+
+
+def outcome_of(kind, tensor_size, num_stages, num_blocks, model_dir, folder):
+    """What `rank_parity.py` writes."""
+    file = folder / "outcome"
+    num_ranks = tensor_size * num_stages
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"] if kind == "external" else []
+    command = [sys.executable, *torchrun, SCRIPT, kind, tensor_size, num_stages, num_blocks, model_dir, file]
+    run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def one_rank(model_dir, tmp_path_factory):
+    return outcome_of("uni", 1, 1, AMPLE, model_dir, tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize(
+    "kind, tensor_size, num_stages",
+    [
+        ("mp", 2, 2),
+        ("ray", 3, 1),
+        *(
+            pytest.param(kind, *sizes, marks=pytest.mark.long)
+            for kind in ("mp", "ray", "external")
+            for sizes in ((2, 1), (3, 1), (1, 2), (2, 2))
+            if (kind, *sizes) not in {("mp", 2, 2), ("ray", 3, 1)}
+        ),
+    ],
+)
+def test_ranks_say_what_one_says_with_a_fifth_of_the_blocks(
+    kind, tensor_size, num_stages, one_rank, model_dir, tmp_path
+):
+    assert one_rank["num_preemptions"] == 0
+    found = outcome_of(kind, tensor_size, num_stages, one_rank["max_num_held"] // 5, model_dir, tmp_path)
+    assert found["tokens"] == one_rank["tokens"]
+    assert found["num_preemptions"] > 0
+    assert found["num_found_tokens"] > 0
