@@ -12,9 +12,8 @@ from worker_fakes import step
 
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoResponse
 from worker.checkpoint import ModelError
-from worker.executor import lines
 from worker.executor.executor import RankLost
-from worker.executor.lines import LOOPBACK, LinesExecutor, meet_ranks, run_here
+from worker.executor.lines import LOOPBACK, LinesExecutor, dial, meet_ranks, run_here
 from worker.inputs import MalformedStep
 
 
@@ -147,7 +146,7 @@ def test_who_does_not_know_the_secret_is_no_rank():
     with socket.create_connection((address, int(port))) as stranger:
         stranger.sendall(os.urandom(16) + (1).to_bytes(4))
         assert stranger.recv(1) == b""
-    line = lines._dial(store, 1)
+    line = dial(store, 1)
     front.join(10)
     met[1].send_bytes(b"step")
     assert line.recv_bytes() == b"step"

@@ -205,23 +205,24 @@ def run_here(line: Connection, rank: Rank, number: int) -> bool:
         line.close()
 
 
-def be_rank(settings: WorkerSettings, place: Place, host: Host, store: Store) -> NoReturn:
+def be_rank(line: Connection, settings: WorkerSettings, place: Place, host: Host, store: Store) -> NoReturn:
     """The life of a process that is a rank and nothing else: it ends with the front, with status 0 then.
 
     Args:
+        line: to the front.
         settings: of the worker.
         place: where it stands.
         host: what of its host is its own.
-        store: where it finds the front and the other ranks.
+        store: where it finds the other ranks.
     """
-    line = _dial(store, place.rank)
     threading.Thread(target=_end_with, args=(line.fileno(),), name="watch", daemon=True).start()
     is_over = run_here(line, Rank(settings, place, host, store), place.rank)
     logging.shutdown()
     os._exit(0 if is_over else 1)
 
 
-def _dial(store: Store, rank: int) -> Connection:
+def dial(store: Store, rank: int) -> Connection:
+    """The line to the front, for the process of a rank."""
     address, port, secret = store.get(_FRONT).decode().split()
     peer = socket.create_connection((address, int(port)), timeout=_GREETING_S)
     peer.sendall(bytes.fromhex(secret) + rank.to_bytes(_RANK_BYTES))
