@@ -128,7 +128,7 @@ async def test_two_ranks_under_torchrun_answer_as_one_does_and_end_with_0_on_sig
         await started.ended()
     assert "stopping" in started.log
     assert "failed (exitcode" not in started.log, started.log
-    assert "rank 1" in started.log
+    assert "worker/1" in started.log
 
 
 @pytest.mark.long

@@ -143,8 +143,8 @@ def test_a_worker_that_is_killed_leaves_nothing_in_the_cluster_and_the_next_one_
     executor.load(lost.set)
     live = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
     assert len(live) == 1, "a placement group was left behind"
-    assert "rank 1" in log.read_text()
-    assert "rank 0" in log.read_text()
+    assert "worker/1" in log.read_text()
+    assert "worker/0" in log.read_text()
 
 
 @pytest.mark.long

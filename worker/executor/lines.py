@@ -39,6 +39,9 @@ _SECRET_BYTES, _RANK_BYTES = 16, 4
 # A host that is gone without a word is missed after 5 + 3 * 3 s, or when it has confirmed nothing for as long.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 14_000}
 
+# Why no step can be run any more, where that is as it should be.
+_CLOSED = "closed"
+
 log = logging.getLogger(__name__)
 
 
@@ -84,9 +87,8 @@ class LinesExecutor:
 
     def close(self) -> None:
         """See `Executor`: ranks end with their lines."""
-        self._loss = self._loss or "closed"
-        for line in self._lines:
-            line.close()
+        self._loss = self._loss or _CLOSED
+        self._hang_up()
 
     def answer(self, number: int) -> Outcome:
         """What rank 0 tells of the step that was launched as the `number`th; those before are passed over."""
@@ -111,17 +113,22 @@ class LinesExecutor:
             if self._loss is None and line.fileno() in ended:
                 # Whoever waits for an answer reads rank 0's line.
                 self._end(f"rank {rank} is gone" if rank == 0 else _last_word(rank, line))
-        on_lost()
+        if self._loss != _CLOSED:
+            on_lost()
 
     def _end(self, loss: str) -> RankLost:
         """Ends all ranks; the first reason is the one that counts."""
         if self._loss is None:
             self._loss = loss
             log.error("ranks lost: %s", loss)
+        self._hang_up()
+        return RankLost(self._loss)
+
+    def _hang_up(self) -> None:
+        """Ends all lines. To close them is not enough: the kernel keeps one that somebody watches."""
         for line in self._lines:
             with socket.socket(fileno=os.dup(line.fileno())) as end, contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-        return RankLost(self._loss)
 
 
 def _last_word(rank: int, line: Connection) -> str:
