@@ -37,7 +37,7 @@ _LOOK_S = 0.25
 _FRONT = "pagewire/front"
 _SECRET_BYTES, _RANK_BYTES = 16, 4
 # A host that is gone without a word is missed after 5 + 3 * 3 s, or when it has confirmed nothing for as long.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 14_000}
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
 
 # Why no step can be run any more, where that is as it should be.
 _CLOSED = "closed"
@@ -241,7 +241,7 @@ def _line(peer: socket.socket) -> Connection:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
-        peer.setsockopt(socket.IPPROTO_TCP, option, value)
+        peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)  # not every system knows all of them
     return Connection(peer.detach())
 
 
