@@ -12,14 +12,9 @@ from worker_fakes import step
 
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoResponse
 from worker.checkpoint import ModelError
-from worker.executor import lines
 from worker.executor.executor import RankLost
-from worker.executor.lines import LOOPBACK, LinesExecutor, meet_ranks, run_here
+from worker.executor.lines import LOOPBACK, LinesExecutor, dial, meet_ranks, run_here
 from worker.inputs import MalformedStep
-
-
-def ignore():
-    """The end of all ranks, when the test is over."""
 
 
 class Echo:
@@ -50,12 +45,11 @@ def started(*ranks):
     for thread in threads:
         thread.start()
     front = [end for end, _ in pipes]
+    executor = LinesExecutor(lambda: front)
     try:
-        yield LinesExecutor(lambda: front), threads, front
+        yield executor, threads, front
     finally:
-        for end in front:  # to close it is not enough while the executor watches it
-            with socket.socket(fileno=os.dup(end.fileno())) as other:
-                other.shutdown(socket.SHUT_RDWR)
+        executor.close()
         for thread in threads:
             thread.join(timeout=10)
     assert not any(thread.is_alive() for thread in threads)
@@ -63,7 +57,7 @@ def started(*ranks):
 
 def test_every_rank_gets_every_step_and_rank_0_answers_in_order_however_many_are_in_flight():
     with started(Echo(), other := Echo()) as (executor, *_):
-        assert executor.load(ignore).model == "echo"
+        assert executor.load(pytest.fail).model == "echo"
         answers = [executor.launch(step(step_id=step_id)) for step_id in range(1, 6)]
         assert answers[0].result().step_id == 1
         assert answers[3].result().step_id == 4, "what nobody asked for was not passed over"
@@ -73,7 +67,7 @@ def test_every_rank_gets_every_step_and_rank_0_answers_in_order_however_many_are
 
 def test_a_malformed_step_names_the_field_and_the_next_one_runs():
     with started(Echo({1: lambda: MalformedStep("token_ids", "what would be right")})) as (executor, *_):
-        executor.load(ignore)
+        executor.load(pytest.fail)
         with pytest.raises(MalformedStep, match="token_ids: what would be right"):
             executor.launch(step(step_id=1)).result()
         assert executor.launch(step(step_id=2)).result().step_id == 2
@@ -128,12 +122,26 @@ def test_a_rank_that_can_not_load_the_model_says_which_it_is_and_where():
     with started(Echo(), Echo(loads=refuse)) as (executor, *_):
         where = rf"there is no directory /models/x \(rank 1 on {socket.gethostname()}\)"
         with pytest.raises(ModelError, match=where):
-            executor.load(ignore)
+            executor.load(pytest.fail)
 
 
 def test_a_rank_that_dies_while_it_loads_is_lost():
     with started(Echo(), Echo(loads=boom)) as (executor, *_), pytest.raises(RankLost, match="RuntimeError: boom"):
-        executor.load(ignore)
+        executor.load(pytest.fail)
+
+
+def test_ranks_end_with_an_executor_that_is_closed_which_is_no_loss(caplog):
+    with started(Echo(), Echo()) as (executor, threads, _):
+        lost = threading.Event()
+        executor.load(lost.set)
+        (watch,) = (thread for thread in threading.enumerate() if thread.name == "watch")
+        executor.close()
+        for thread in (*threads, watch):
+            thread.join(10)
+            assert not thread.is_alive()
+        assert not lost.is_set()
+        assert not executor.is_usable()
+    assert not caplog.messages
 
 
 def test_who_does_not_know_the_secret_is_no_rank():
@@ -147,7 +155,7 @@ def test_who_does_not_know_the_secret_is_no_rank():
     with socket.create_connection((address, int(port))) as stranger:
         stranger.sendall(os.urandom(16) + (1).to_bytes(4))
         assert stranger.recv(1) == b""
-    line = lines._dial(store, 1)
+    line = dial(store, 1)
     front.join(10)
     met[1].send_bytes(b"step")
     assert line.recv_bytes() == b"step"

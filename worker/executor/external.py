@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from worker.checkpoint import ModelError
 from worker.config import WorkerSettings
-from worker.executor.lines import LOOPBACK, be_rank, meet_ranks, run_here
+from worker.executor.lines import LOOPBACK, be_rank, dial, meet_ranks, run_here
 from worker.executor.rank import Rank
 from worker.ranks import Host, Place
 
@@ -111,10 +111,12 @@ def follow(settings: WorkerSettings) -> NoReturn:
         ModelError: torchrun has started other than the settings want.
     """
     launched = Launched.read(settings, os.environ)
+    store = launched.meet()
+    line = dial(store, launched.place.rank)
     # Torchrun tells all ranks to stop. Rank 0 drains, and needs the others for that.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    be_rank(settings, launched.place, launched.host, launched.meet())
+    be_rank(line, settings, launched.place, launched.host, store)
 
 
 def _nothing(missing: list[int]) -> None:

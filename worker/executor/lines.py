@@ -37,7 +37,10 @@ _LOOK_S = 0.25
 _FRONT = "pagewire/front"
 _SECRET_BYTES, _RANK_BYTES = 16, 4
 # A host that is gone without a word is missed after 5 + 3 * 3 s, or when it has confirmed nothing for as long.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 14_000}
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
+
+# Why no step can be run any more, where that is as it should be.
+_CLOSED = "closed"
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +87,8 @@ class LinesExecutor:
 
     def close(self) -> None:
         """See `Executor`: ranks end with their lines."""
-        self._loss = self._loss or "closed"
-        for line in self._lines:
-            line.close()
+        self._loss = self._loss or _CLOSED
+        self._hang_up()
 
     def answer(self, number: int) -> Outcome:
         """What rank 0 tells of the step that was launched as the `number`th; those before are passed over."""
@@ -111,17 +113,22 @@ class LinesExecutor:
             if self._loss is None and line.fileno() in ended:
                 # Whoever waits for an answer reads rank 0's line.
                 self._end(f"rank {rank} is gone" if rank == 0 else _last_word(rank, line))
-        on_lost()
+        if self._loss != _CLOSED:
+            on_lost()
 
     def _end(self, loss: str) -> RankLost:
         """Ends all ranks; the first reason is the one that counts."""
         if self._loss is None:
             self._loss = loss
             log.error("ranks lost: %s", loss)
+        self._hang_up()
+        return RankLost(self._loss)
+
+    def _hang_up(self) -> None:
+        """Ends all lines. To close them is not enough: the kernel keeps one that somebody watches."""
         for line in self._lines:
             with socket.socket(fileno=os.dup(line.fileno())) as end, contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-        return RankLost(self._loss)
 
 
 def _last_word(rank: int, line: Connection) -> str:
@@ -205,23 +212,24 @@ def run_here(line: Connection, rank: Rank, number: int) -> bool:
         line.close()
 
 
-def be_rank(settings: WorkerSettings, place: Place, host: Host, store: Store) -> NoReturn:
+def be_rank(line: Connection, settings: WorkerSettings, place: Place, host: Host, store: Store) -> NoReturn:
     """The life of a process that is a rank and nothing else: it ends with the front, with status 0 then.
 
     Args:
+        line: to the front.
         settings: of the worker.
         place: where it stands.
         host: what of its host is its own.
-        store: where it finds the front and the other ranks.
+        store: where it finds the other ranks.
     """
-    line = _dial(store, place.rank)
     threading.Thread(target=_end_with, args=(line.fileno(),), name="watch", daemon=True).start()
     is_over = run_here(line, Rank(settings, place, host, store), place.rank)
     logging.shutdown()
     os._exit(0 if is_over else 1)
 
 
-def _dial(store: Store, rank: int) -> Connection:
+def dial(store: Store, rank: int) -> Connection:
+    """The line to the front, for the process of a rank."""
     address, port, secret = store.get(_FRONT).decode().split()
     peer = socket.create_connection((address, int(port)), timeout=_GREETING_S)
     peer.sendall(bytes.fromhex(secret) + rank.to_bytes(_RANK_BYTES))
@@ -233,7 +241,7 @@ def _line(peer: socket.socket) -> Connection:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
-        peer.setsockopt(socket.IPPROTO_TCP, option, value)
+        peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)  # not every system knows all of them
     return Connection(peer.detach())
 
 

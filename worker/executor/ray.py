@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 from worker.checkpoint import ModelError
 from worker.config import WorkerSettings
 from worker.executor.executor import RankLost
-from worker.executor.lines import LOOPBACK, be_rank, meet_ranks
+from worker.executor.lines import LOOPBACK, be_rank, dial, meet_ranks
 from worker.executor.rank import start_rank_logging
 from worker.ranks import Host, Place
 
@@ -113,7 +113,8 @@ class RankActor:
         settings = WorkerSettings.model_validate_json(settings_json)
         start_rank_logging(settings, place.rank)
         _forget_factory()
-        be_rank(settings, place, host, TCPStore(address, port, is_master=False))
+        store = TCPStore(address, port, is_master=False)
+        be_rank(dial(store, place.rank), settings, place, host, store)
 
 
 def deal_bundles(nodes: Sequence[str], here: str, *, has_gpus: bool) -> list[tuple[int, Host]]:
