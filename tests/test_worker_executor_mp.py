@@ -1,8 +1,10 @@
 """Ranks as processes of this host: they say what one rank says, and none of them outlives another."""
 
 import os
+import queue
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from deployment import Deployment
@@ -14,8 +16,11 @@ from worker.checkpoint import ModelError  # noqa: E402
 from worker.config import WorkerSettings  # noqa: E402
 from worker.executor.executor import RankLost  # noqa: E402
 from worker.executor.mp import MpExecutor  # noqa: E402
+from worker.executor.rank import Rank  # noqa: E402
 from worker.executor.uni import UniExecutor  # noqa: E402
 from worker.inputs import MalformedStep  # noqa: E402
+from worker.model_runner import ModelRunner  # noqa: E402
+from worker.ranks import Host, Place  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -122,6 +127,30 @@ def test_idle_ranks_are_missed_too(checkpoint):
 def test_what_a_rank_can_not_load_is_told_in_its_words(checkpoint):
     with pytest.raises(ModelError, match="does not deal out 4 query heads on 2 key/value heads: possible are 1, 2, 4"):
         MpExecutor(settings(checkpoint, 3)).load(lambda: None)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda settings: UniExecutor(settings).load(lambda: None),
+        lambda settings: Rank(settings, Place(), Host(), store=None).load(),
+    ],
+    ids=["uni", "rank"],
+)
+def test_a_rank_computes_on_all_its_cores_and_takes_the_caches_memory_on_any_of_them(checkpoint, monkeypatch, load):
+    populated_on = queue.Queue()
+    monkeypatch.setattr(ModelRunner, "populate_cache", lambda self: populated_on.put(os.sched_getaffinity(0)))
+
+    def act():
+        os.sched_setaffinity(0, range(os.cpu_count()))  # whatever a test before has bound this process's threads to
+        cores = os.sched_getaffinity(0)
+        load(settings(checkpoint))
+        return cores, torch.get_num_threads()
+
+    with ThreadPoolExecutor(1) as pool:
+        cores, num_threads = pool.submit(act).result()
+    assert num_threads == len(cores)
+    assert populated_on.get(timeout=10) == cores
 
 
 @pytest.mark.model
