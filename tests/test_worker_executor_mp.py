@@ -1,8 +1,10 @@
 """Ranks as processes of this host: they say what one rank says, and none of them outlives another."""
 
+import multiprocessing
 import os
 import queue
 import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +17,7 @@ torch = pytest.importorskip("torch")
 from worker.checkpoint import ModelError  # noqa: E402
 from worker.config import WorkerSettings  # noqa: E402
 from worker.executor.executor import RankLost  # noqa: E402
-from worker.executor.mp import MpExecutor  # noqa: E402
+from worker.executor.mp import MpExecutor, _tag_outcome  # noqa: E402
 from worker.executor.rank import Rank  # noqa: E402
 from worker.executor.uni import UniExecutor  # noqa: E402
 from worker.inputs import MalformedStep  # noqa: E402
@@ -76,6 +78,7 @@ def test_a_few_steps_give_the_tokens_of_one_rank(checkpoint, tensor, stages):
     alone.load(lambda: None)
     with Running(settings(checkpoint, tensor, stages)) as running:
         assert running.info.num_blocks == 32
+        socket.create_connection(("127.0.0.1", running.executor._store.port), timeout=10).close()  # they may look again
         assert running.info.num_concurrent_steps == (stages if stages > 1 else 0)
         for request in (prompt(), prompt(step_id=2, request_id=2)):
             assert tokens(running.execute(request)) == tokens(alone.launch(request).result())
@@ -122,6 +125,15 @@ def test_idle_ranks_are_missed_too(checkpoint):
         assert running.lost.wait(timeout=10)
         with pytest.raises(RankLost):
             running.execute(prompt())
+
+
+def test_a_rank_whose_step_has_failed_is_not_usable_any_more(checkpoint):
+    executor = MpExecutor(settings(checkpoint, 2))
+    told, tell = multiprocessing.Pipe(duplex=False)
+    executor._told = [told]
+    tell.send_bytes(_tag_outcome(RuntimeError("CUDA error")))
+    assert "CUDA error" in str(executor.answer(1))
+    assert not executor.is_usable()
 
 
 def test_what_a_rank_can_not_load_is_told_in_its_words(checkpoint):

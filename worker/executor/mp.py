@@ -49,6 +49,8 @@ class MpExecutor:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
+        # Of the addresses where ranks find each other; NCCL's threads look into it as long as they live.
+        self._store: TCPStore | None = None
         self._processes: list[BaseProcess] = []
         self._steps: RingWriter | None = None
         # From each rank, what it tells.
@@ -60,7 +62,7 @@ class MpExecutor:
     def load(self, on_lost: Callable[[], None]) -> GetInfoResponse:
         """See `Executor`. Ranks are children of the thread that calls, and die with it."""
         size = self._settings.num_ranks
-        store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         self._steps = RingWriter([writer for _, writer in pipes])
@@ -69,7 +71,7 @@ class MpExecutor:
         for rank, (places, _) in enumerate(pipes):
             told, tell = context.Pipe(duplex=False)
             place = Place(rank, tensor_size, num_stages)
-            start = _Start(self._settings.model_dump_json(), place, store.port, os.getpid())
+            start = _Start(self._settings.model_dump_json(), place, self._store.port, os.getpid())
             descriptors = [DupFd(self._steps.descriptor), DupFd(meetings[place.stage])]
             arguments = (start, descriptors, places, tell)
             process = context.Process(target=_run, args=arguments, name=f"rank {rank}", daemon=True)
@@ -112,8 +114,11 @@ class MpExecutor:
             while True:
                 message = self._told[0].recv_bytes()
                 self._num_answered += 1
+                outcome = _read_outcome(message)
+                if isinstance(outcome, RankLost):
+                    self._end(f"rank 0 failed in a step: {outcome}")
                 if self._num_answered == number:
-                    return _read_outcome(message)
+                    return outcome
         except (EOFError, OSError) as error:
             raise self._lost() from error
 
