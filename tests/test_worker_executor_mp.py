@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from worker.checkpoint import ModelError  # noqa: E402
 from worker.config import WorkerSettings  # noqa: E402
 from worker.executor.executor import RankLost  # noqa: E402
-from worker.executor.mp import MpExecutor, _tag_outcome  # noqa: E402
+from worker.executor.mp import _MODEL_ERROR, MpExecutor, _tag_outcome  # noqa: E402
 from worker.executor.rank import Rank  # noqa: E402
 from worker.executor.uni import UniExecutor  # noqa: E402
 from worker.inputs import MalformedStep  # noqa: E402
@@ -139,6 +139,16 @@ def test_a_rank_whose_step_has_failed_is_not_usable_any_more(checkpoint):
 def test_what_a_rank_can_not_load_is_told_in_its_words(checkpoint):
     with pytest.raises(ModelError, match="does not deal out 4 query heads on 2 key/value heads: possible are 1, 2, 4"):
         MpExecutor(settings(checkpoint, 3)).load(lambda: None)
+
+
+def test_a_rank_that_ends_because_another_one_can_not_load_does_not_hide_why(checkpoint):
+    executor = MpExecutor(settings(checkpoint, 2))
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+    executor._told = [told for told, _ in pipes]
+    pipes[1][1].send_bytes(_MODEL_ERROR + b"no memory")
+    pipes[0][1].close()
+    with pytest.raises(ModelError, match="no memory"):
+        executor._wait_for_infos()
 
 
 @pytest.mark.parametrize(

@@ -127,17 +127,21 @@ class MpExecutor:
         info = GetInfoResponse()
         missing = dict(zip(self._told, range(len(self._told)), strict=True))
         while missing:
+            ended = False
             for told in wait(list(missing)):
                 assert isinstance(told, Connection)
                 try:
                     tag, text = _untag(told.recv_bytes())
-                except (EOFError, OSError) as error:
-                    raise self._lost() from error
+                except (EOFError, OSError):
+                    ended = True  # maybe because another one can not load, and has said why
+                    continue
                 if tag != _INFO:
                     self._end(f"rank {missing[told]} can not load the model")
                     raise ModelError(text.decode()) if tag == _MODEL_ERROR else RankLost(text.decode())
                 if missing.pop(told) == 0:
                     info.ParseFromString(text)
+            if ended:
+                raise self._lost()
         return info
 
     def _watch(self, on_lost: Callable[[], None]) -> None:
