@@ -70,6 +70,9 @@ class ThreadRunner:
         directory: of the checkpoint.
         tensor_size: ranks that a layer is dealt out to.
         num_stages: that the layers are dealt out to.
+
+    Attributes:
+        models: of the ranks, rank 0's first.
     """
 
     def __init__(self, directory: Path, tensor_size: int, num_stages: int) -> None:
@@ -77,12 +80,12 @@ class ThreadRunner:
         places = [Place(rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
         links = [SimpleQueue() for _ in places]
         config = read_config(directory)
-        self._runners = []
-        for place in places:
-            ranks = ThreadRanks(place, groups, links)
-            model = load_model(directory, config, torch.float32, CPU, ranks=ranks, block_size=4)
-            pools = {"num_blocks": 64, "num_cpu_blocks": 8, "block_size": 4}
-            self._runners.append(make_runner(model, **pools, dtype=torch.float32, device=CPU)[0])
+        self.models = [
+            load_model(directory, config, torch.float32, CPU, ranks=ThreadRanks(place, groups, links), block_size=4)
+            for place in places
+        ]
+        pools = {"num_blocks": 64, "num_cpu_blocks": 8, "block_size": 4}
+        self._runners = [make_runner(model, **pools, dtype=torch.float32, device=CPU)[0] for model in self.models]
         self.limits = self._runners[0].limits
         self._pool = ThreadPoolExecutor(len(places))
 

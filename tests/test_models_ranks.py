@@ -88,6 +88,13 @@ def test_ranks_penalize_search_tell_of_prompts_and_move_blocks_as_one_does(check
             assert told(ranks) == expected
 
 
+@pytest.mark.parametrize("checkpoint", ["qwen3"], indirect=True)
+def test_a_stage_has_no_memory_for_the_vectors_of_tokens_that_it_does_not_look_at(checkpoint):
+    with ThreadRunner(checkpoint, 1, 3) as ranks:
+        last, middle, first = [(model.embedding.weight.is_meta, model.head.weight.is_meta) for model in ranks.models]
+    assert (first, middle, last) == ((False, True), (True, True), (True, False))
+
+
 @pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
 def test_a_step_without_tokens_is_not_timed_from_the_hidden_states_of_the_one_before(checkpoint):
     with ThreadRunner(checkpoint, 1, 2) as ranks:
