@@ -14,6 +14,7 @@ from worker_fakes import GREEDY, Row, step, tiny_checkpoint, tokens
 
 torch = pytest.importorskip("torch")
 
+from protos.worker_pb2 import GetInfoResponse  # noqa: E402
 from worker.checkpoint import ModelError  # noqa: E402
 from worker.config import WorkerSettings  # noqa: E402
 from worker.executor.executor import RankLost  # noqa: E402
@@ -22,6 +23,7 @@ from worker.executor.rank import Rank  # noqa: E402
 from worker.executor.uni import UniExecutor  # noqa: E402
 from worker.inputs import MalformedStep  # noqa: E402
 from worker.model_runner import ModelRunner  # noqa: E402
+from worker.observer import Observer  # noqa: E402
 from worker.ranks import Host, Place  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)
@@ -134,6 +136,15 @@ def test_a_rank_whose_step_has_failed_is_not_usable_any_more(checkpoint):
     tell.send_bytes(_tag_outcome(RuntimeError("CUDA error")))
     assert "CUDA error" in str(executor.answer(1))
     assert not executor.is_usable()
+
+
+def test_the_front_asks_nothing_of_a_gpu_that_only_its_ranks_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("it would take memory of the GPU for itself"))
+    observer = Observer()
+    observer.info = GetInfoResponse(device="cuda")
+    (memory,) = (metric for metric in observer.metrics() if metric.name == "pagewire_worker_device_memory_bytes")
+    assert memory.read() is None
 
 
 def test_what_a_rank_can_not_load_is_told_in_its_words(checkpoint):
