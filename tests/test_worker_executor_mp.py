@@ -80,7 +80,10 @@ def test_a_few_steps_give_the_tokens_of_one_rank(checkpoint, tensor, stages):
     alone.load(lambda: None)
     with Running(settings(checkpoint, tensor, stages)) as running:
         assert running.info.num_blocks == 32
-        socket.create_connection(("127.0.0.1", running.executor._store.port), timeout=10).close()  # they may look again
+        port = running.executor._store.port
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()  # where ranks may look again
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=10)  # any other address of this host
         assert running.info.num_concurrent_steps == (stages if stages > 1 else 0)
         for request in (prompt(), prompt(step_id=2, request_id=2)):
             assert tokens(running.execute(request)) == tokens(alone.launch(request).result())

@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class MpExecutor:
     def load(self, on_lost: Callable[[], None]) -> GetInfoResponse:
         """See `Executor`. Ranks are children of the thread that calls, and die with it."""
         size = self._settings.num_ranks
-        self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        self._store = _open_store()
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         self._steps = RingWriter([writer for _, writer in pipes])
@@ -182,6 +183,13 @@ class _Answer:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+
+def _open_store() -> TCPStore:
+    """Where ranks find each other. By itself it would listen at all addresses of the host, and it believes anybody."""
+    listening = socket.create_server((_HOST, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _loss(processes: Sequence[BaseProcess]) -> str | None:
