@@ -35,18 +35,16 @@ def one_rank(model_dir, tmp_path_factory):
     "kind, tensor_size, num_stages",
     [
         ("mp", 2, 2),
-        ("ray", 3, 1),
+        ("ray", 2, 1),
         *(
             pytest.param(kind, *sizes, marks=pytest.mark.long)
             for kind in ("mp", "ray", "external")
             for sizes in ((2, 1), (3, 1), (1, 2), (2, 2))
-            if (kind, *sizes) not in {("mp", 2, 2), ("ray", 3, 1)}
+            if (kind, *sizes) not in {("mp", 2, 2), ("ray", 2, 1)}
         ),
     ],
 )
-def test_ranks_say_what_one_says_with_a_fifth_of_the_blocks(
-    kind, tensor_size, num_stages, one_rank, model_dir, tmp_path
-):
+def test_ranks_say_what_one_says_though_blocks_are_few(kind, tensor_size, num_stages, one_rank, model_dir, tmp_path):
     assert one_rank["num_preemptions"] == 0
     found = outcome_of(kind, tensor_size, num_stages, one_rank["max_num_held"] // 5, model_dir, tmp_path)
     assert found["tokens"] == one_rank["tokens"]

@@ -1,11 +1,15 @@
 """Ranks as processes of this host: they say what one rank says, and none of them outlives another."""
 
 import asyncio
+import multiprocessing
 import os
+import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,12 +18,18 @@ from worker_fakes import GREEDY, Row, step, tiny_checkpoint, tokens
 torch = pytest.importorskip("torch")
 
 from protos.rpc import dial, wait_for_serving  # noqa: E402
+from protos.worker_pb2 import GetInfoResponse  # noqa: E402
 from worker.checkpoint import ModelError  # noqa: E402
 from worker.config import WorkerSettings  # noqa: E402
 from worker.executor.executor import RankLost  # noqa: E402
 from worker.executor.mp import MpExecutor  # noqa: E402
+from worker.executor.rank import Rank  # noqa: E402
+from worker.executor.told import tag_end, tag_outcome  # noqa: E402
 from worker.executor.uni import UniExecutor  # noqa: E402
 from worker.inputs import MalformedStep  # noqa: E402
+from worker.model_runner import ModelRunner  # noqa: E402
+from worker.observer import Observer  # noqa: E402
+from worker.ranks import Host, Place  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -75,6 +85,10 @@ def test_a_few_steps_give_the_tokens_of_one_rank(checkpoint, tensor, stages):
     alone.load(lambda: None)
     with Running(settings(checkpoint, tensor, stages)) as running:
         assert running.info.num_blocks == 32
+        port = running.executor._store.port
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()  # where ranks may look again
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=10)  # any other address of this host
         assert running.info.num_concurrent_steps == (stages if stages > 1 else 0)
         for request in (prompt(), prompt(step_id=2, request_id=2)):
             assert tokens(running.execute(request)) == tokens(alone.launch(request).result())
@@ -123,9 +137,61 @@ def test_idle_ranks_are_missed_too(checkpoint):
             running.execute(prompt())
 
 
+def test_a_rank_whose_step_has_failed_is_not_usable_any_more(checkpoint):
+    executor = MpExecutor(settings(checkpoint, 2))
+    told, tell = multiprocessing.Pipe(duplex=False)
+    executor._told = [told]
+    tell.send_bytes(tag_outcome(RuntimeError("CUDA error")))
+    assert "CUDA error" in str(executor.answer(1))
+    assert not executor.is_usable()
+
+
+def test_the_front_asks_nothing_of_a_gpu_that_only_its_ranks_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("it would take memory of the GPU for itself"))
+    observer = Observer()
+    observer.info = GetInfoResponse(device="cuda")
+    (memory,) = (metric for metric in observer.metrics() if metric.name == "pagewire_worker_device_memory_bytes")
+    assert memory.read() is None
+
+
 def test_what_a_rank_can_not_load_is_told_in_its_words(checkpoint):
     with pytest.raises(ModelError, match="does not deal out 4 query heads on 2 key/value heads: possible are 1, 2, 4"):
         MpExecutor(settings(checkpoint, 3)).load(lambda: None)
+
+
+def test_a_rank_that_ends_because_another_one_can_not_load_does_not_hide_why(checkpoint):
+    executor = MpExecutor(settings(checkpoint, 2))
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+    executor._told = [told for told, _ in pipes]
+    pipes[1][1].send_bytes(tag_end(ModelError("no memory")))
+    pipes[0][1].close()
+    with pytest.raises(ModelError, match="no memory"):
+        executor._wait_for_infos()
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda settings: UniExecutor(settings).load(lambda: None),
+        lambda settings: Rank(settings, Place(), Host(), store=None).load(),
+    ],
+    ids=["uni", "rank"],
+)
+def test_a_rank_computes_on_all_its_cores_and_takes_the_caches_memory_on_any_of_them(checkpoint, monkeypatch, load):
+    populated_on = queue.Queue()
+    monkeypatch.setattr(ModelRunner, "populate_cache", lambda self: populated_on.put(os.sched_getaffinity(0)))
+
+    def act():
+        os.sched_setaffinity(0, range(os.cpu_count()))  # whatever a test before has bound this process's threads to
+        cores = os.sched_getaffinity(0)
+        load(settings(checkpoint))
+        return cores, torch.get_num_threads()
+
+    with ThreadPoolExecutor(1) as pool:
+        cores, num_threads = pool.submit(act).result()
+    assert num_threads == len(cores)
+    assert populated_on.get(timeout=10) == cores
 
 
 def ranks_of(front):

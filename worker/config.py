@@ -78,8 +78,9 @@ class WorkerSettings(ServerTlsSettings):
     kv_cache_bytes: ByteSize | None = Field(
         None,
         gt=0,
-        description='size of the KV cache, such as "512MiB" (default on a GPU: see --gpu-memory-utilization; on a CPU: '
-        "that of the checkpoint, but room for a sequence of full length, and at most a quarter of the free memory)",
+        description='size of the KV cache, such as "512MiB", at each rank (default on a GPU: see '
+        "--gpu-memory-utilization; on a CPU: that of the checkpoint, but room for a sequence of full length, and at "
+        "most a quarter of the free memory)",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of a GPU's memory to use for weights, a step's work and KV cache together"
@@ -87,8 +88,8 @@ class WorkerSettings(ServerTlsSettings):
     swap_bytes: ByteSize | None = Field(
         None,
         ge=0,
-        description='size of the pool in CPU memory that blocks are swapped out to, such as "1GiB"; 0 for none '
-        "(default: as many blocks as the KV cache has, but at most 1GiB and a quarter of the memory that is free)",
+        description='size of the pool in CPU memory that blocks are swapped out to, such as "1GiB", at each rank; 0 '
+        "for none (default: as many blocks as the KV cache has, but at most 1GiB and a quarter of the free memory)",
     )
     max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")
     cuda_graphs: bool = Field(

@@ -3,8 +3,9 @@
 import ctypes
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,19 +57,22 @@ class LoadedWorker:
     info: GetInfoResponse
 
 
-def load_worker(settings: WorkerSettings, ranks: Ranks = ALONE, host: Host = WHOLE_HOST) -> LoadedWorker:
+def load_worker(
+    settings: WorkerSettings, ranks: Ranks = ALONE, host: Host = WHOLE_HOST, device: torch.device | None = None
+) -> LoadedWorker:
     """Loads the model; takes seconds, and belongs on the thread that will run the steps.
 
     Args:
         settings: of the worker.
         ranks: that share the model out; all of them load at the same time.
-        host: what of it is this rank's, and prepared.
+        host: what of it is this rank's.
+        device: that it computes on, prepared; None: it is prepared here.
 
     Raises:
         ModelError: the model, or a cache for it, can not be had; the message says why.
     """
     clock = _Clock()
-    device = prepare_device(settings, host)
+    device = device or prepare_device(settings, host)
     directory = find_checkpoint(settings.model)
     config = read_config(directory)
     dtype = checkpoint_dtype(config) if settings.dtype == "auto" else DTYPES[settings.dtype]
@@ -131,7 +135,8 @@ def load_worker(settings: WorkerSettings, ranks: Ranks = ALONE, host: Host = WHO
 
 
 def prepare_device(settings: WorkerSettings, host: Host = WHOLE_HOST) -> torch.device:
-    """The device to compute on, with the threads that are to.
+    """The device to compute on, with the threads that are to. Not to be called again by a thread that has: it is bound
+    to one core then, and would take that for all there are.
 
     Raises:
         ModelError: there is none as told.
@@ -202,6 +207,19 @@ def warm_up(
         device=runner.device.type,
     )
     return LoadedWorker(runner, info)
+
+
+def populate_beside(runner: ModelRunner, cores: Iterable[int]) -> None:
+    """Takes the cache's memory beside the first steps, if there are any so soon, on any of `cores`.
+
+    A thread is bound to what the one that starts it is bound to: whoever has loaded, to a core that its steps need.
+    """
+
+    def populate() -> None:
+        os.sched_setaffinity(0, cores)
+        runner.populate_cache()
+
+    threading.Thread(target=populate, name="populate", daemon=True).start()
 
 
 def give_back_freed_memory() -> None:

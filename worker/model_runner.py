@@ -62,7 +62,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._ranks = model.ranks
-        # Of the last step, where the stage before this one had sent what it made of it.
+        # Where the stage before this one has sent what it made of the step that is being launched.
         self._arrived: Mark | None = None
         self._cache = cache
         self.device = device
@@ -123,7 +123,7 @@ class ModelRunner:
         Raises:
             MalformedStep: nothing is computed; new and finished requests may have been noted.
         """
-        begun = self._streams.mark()
+        begun, self._arrived = self._streams.mark(), None
         step = read_step(request, self.limits)
         self._live.note(request, step)
         # The other stages know no logits, and check what concerns them.

@@ -76,7 +76,8 @@ class Observer:
             Metric(
                 "pagewire_worker_device_memory_bytes",
                 "gauge",
-                "The GPU's memory: allocated by tensors, reserved by torch, free for anybody; not there on a CPU.",
+                "The GPU's memory: allocated by tensors, reserved by torch, free for anybody; "
+                "not there on a CPU, nor where ranks have processes of their own.",
                 self._device_memory,
                 "kind",
             ),
@@ -89,7 +90,8 @@ class Observer:
         ]
 
     def _device_memory(self) -> dict[str, int] | None:
-        if self.info is None or self.info.device != "cuda":
+        # To ask would take some hundreds of MiB of a GPU in a process that does not use it, as a front of ranks.
+        if self.info is None or not torch.cuda.is_initialized():
             return None
         return {
             "allocated": torch.cuda.memory_allocated(),

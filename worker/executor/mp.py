@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class MpExecutor:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
+        # Of the addresses where ranks find each other; NCCL's threads look into it as long as they live.
+        self._store: TCPStore | None = None
         self._processes: list[BaseProcess] = []
         self._steps: RingWriter | None = None
         # From each rank, what it tells.
@@ -61,7 +64,7 @@ class MpExecutor:
     def load(self, on_lost: Callable[[], None]) -> GetInfoResponse:
         """See `Executor`. Ranks are children of the thread that calls, and die with it."""
         size = self._settings.num_ranks
-        store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        self._store = _open_store()
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         self._steps = RingWriter([writer for _, writer in pipes])
@@ -70,7 +73,7 @@ class MpExecutor:
         for rank, (places, _) in enumerate(pipes):
             told, tell = context.Pipe(duplex=False)
             place = Place(rank, tensor_size, num_stages)
-            start = _Start(self._settings.model_dump_json(), place, store.port, os.getpid())
+            start = _Start(self._settings.model_dump_json(), place, self._store.port, os.getpid())
             descriptors = [DupFd(self._steps.descriptor), DupFd(meetings[place.stage])]
             arguments = (start, descriptors, places, tell)
             process = context.Process(target=_run, args=arguments, name=f"rank {rank}", daemon=True)
@@ -116,7 +119,6 @@ class MpExecutor:
                 outcome = read_outcome(message)
                 if isinstance(outcome, RankLost):
                     self._end(f"rank 0 failed: {outcome}")
-                    raise outcome
                 if self._num_answered == number:
                     return outcome
         except (EOFError, OSError) as error:
@@ -150,6 +152,13 @@ class MpExecutor:
         """Why a pipe ended: the watch is about to say so, if it has not."""
         wait([process.sentinel for process in self._processes], timeout=_LOOK_S)
         return RankLost(self._loss or _loss(self._processes) or "a rank closed its pipe")
+
+
+def _open_store() -> TCPStore:
+    """Where ranks find each other. By itself it would listen at all addresses of the host, and it believes anybody."""
+    listening = socket.create_server((_HOST, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _loss(processes: Sequence[BaseProcess]) -> str | None:

@@ -1,6 +1,7 @@
 """What a rank does wherever it runs: meets the others, loads its share of the model, runs the steps that all run."""
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from protos.process import start_logging
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoResponse
 from worker.config import WorkerSettings
 from worker.inputs import MalformedStep
-from worker.loading import LoadedWorker, load_worker, prepare_device
+from worker.loading import LoadedWorker, load_worker, populate_beside, prepare_device
 from worker.ranks import Host, Place, Ranks
 from worker.step_in_flight import StepInFlight
 
@@ -51,11 +52,12 @@ class Rank:
 
     def load(self) -> GetInfoResponse:
         """Meets the others and loads; see `Executor.load`."""
+        cores = self._host.cores(os.sched_getaffinity(0))
         device = prepare_device(self._settings, self._host)
         timeout_s = max(_MEETING_S, self._settings.hang_timeout_s)
         ranks = Ranks.join(self._place, self._store, device, timeout_s, self._make_meeting(device, timeout_s))
-        self._loaded = load_worker(self._settings, ranks, self._host)
-        threading.Thread(target=self._loaded.runner.populate_cache, name="populate", daemon=True).start()
+        self._loaded = load_worker(self._settings, ranks, self._host, device)
+        populate_beside(self._loaded.runner, cores)
         return self._loaded.info
 
     def _make_meeting(self, device: torch.device, timeout_s: float) -> CpuMeeting | None:

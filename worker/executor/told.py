@@ -86,9 +86,14 @@ def wait_for_infos(ranks: Sequence[Connection]) -> GetInfoResponse:
     info = GetInfoResponse()
     missing = dict(zip(ranks, range(len(ranks)), strict=True))
     while missing:
+        end: Exception | None = None
         for told in wait(list(missing)):
             assert isinstance(told, Connection)
-            message = told.recv_bytes()
+            try:
+                message = told.recv_bytes()
+            except (EOFError, OSError) as error:
+                end = error  # maybe because another one can not load, and has said why
+                continue
             tag, text = message[:1], message[1:]
             if tag == _MODEL_ERROR:
                 raise ModelError(text.decode())
@@ -96,4 +101,6 @@ def wait_for_infos(ranks: Sequence[Connection]) -> GetInfoResponse:
                 raise RankLost(f"rank {missing[told]} failed: {text.decode()}")
             if missing.pop(told) == 0:
                 info.ParseFromString(text)
+        if end is not None:
+            raise end
     return info

@@ -1,11 +1,11 @@
 """One rank, on the threads of the worker's own process."""
 
-import threading
+import os
 from collections.abc import Callable
 
 from protos.worker_pb2 import ExecuteModelRequest, GetInfoResponse
 from worker.config import WorkerSettings
-from worker.loading import LoadedWorker, load_worker
+from worker.loading import LoadedWorker, load_worker, populate_beside
 from worker.step_in_flight import StepInFlight
 
 
@@ -18,9 +18,9 @@ class UniExecutor:
 
     def load(self, on_lost: Callable[[], None]) -> GetInfoResponse:
         """See `Executor`; nothing but a step tells of a lost device."""
+        cores = os.sched_getaffinity(0)
         self._loaded = load_worker(self._settings)
-        # Beside the first steps, if there are any so soon.
-        threading.Thread(target=self._loaded.runner.populate_cache, name="populate", daemon=True).start()
+        populate_beside(self._loaded.runner, cores)
         return self._loaded.info
 
     def launch(self, request: ExecuteModelRequest) -> StepInFlight:

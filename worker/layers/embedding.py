@@ -8,6 +8,9 @@ from worker.layers.linear import Linear
 from worker.ranks import ALONE, Ranks
 from worker.shares import Target, part
 
+# Tensors that are there have a shape and no memory.
+_NOWHERE = torch.device("meta")
+
 
 class Embedding:
     """One learned vector for each token id, of which each rank holds some.
@@ -16,20 +19,31 @@ class Embedding:
         vocabulary_size: token ids.
         size: values of a vector.
         ranks: that share the vectors out.
+        tied: whether the head, which is the last stage's, takes them for its weights. They take no memory at a stage
+            that has no use for them.
         dtype: of the vectors.
         device: where they live.
     """
 
     def __init__(
-        self, vocabulary_size: int, size: int, *, ranks: Ranks = ALONE, dtype: torch.dtype, device: torch.device
+        self,
+        vocabulary_size: int,
+        size: int,
+        *,
+        ranks: Ranks = ALONE,
+        tied: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._ranks = ranks
         self.share = ranks.deal(vocabulary_size)
+        self._is_held = ranks.place.is_first or (ranks.place.is_last and tied)
+        device = device if self._is_held else _NOWHERE
         self.weight = torch.empty(self.share.size, size, dtype=dtype, device=device)
 
     def checkpoint_tensors(self, name: str) -> dict[str, Target]:
-        """The name of the tensor in the checkpoint -> the one that its rows fill."""
-        return {name: part(self.weight, 0, self.share)}
+        """The name of the tensor in the checkpoint -> the one that its rows fill, where that is held."""
+        return {name: part(self.weight, 0, self.share)} if self._is_held else {}
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, size]."""
@@ -47,7 +61,7 @@ class Head(Linear):
     Args:
         size: values of a hidden state.
         vocabulary_size: token ids; each rank scores some, and gets to know the scores of all.
-        ranks: that share them out.
+        ranks: that share them out; the weights take no memory where they are not of the last stage.
         dtype: of the weights.
         device: where they live.
     """
@@ -56,6 +70,7 @@ class Head(Linear):
         self, size: int, vocabulary_size: int, *, ranks: Ranks = ALONE, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._ranks, self._share = ranks, ranks.deal(vocabulary_size)
+        device = device if ranks.place.is_last else _NOWHERE
         super().__init__(size, {"lm_head": self._share}, bias=False, dtype=dtype, device=device, widened=True)
 
     def tie(self, embedding: Embedding) -> None:

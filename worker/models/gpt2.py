@@ -105,7 +105,8 @@ class GPT2ForCausalLM:
         self.heads = ranks.deal_heads(config.num_heads, config.num_kv_heads)
         self.layer_indexes = ranks.place.layers(config.num_layers)
         size = config.hidden_size
-        self.embedding = Embedding(config.vocabulary_size, size, ranks=ranks, dtype=dtype, device=device)
+        tied = config.tied_embeddings
+        self.embedding = Embedding(config.vocabulary_size, size, ranks=ranks, tied=tied, dtype=dtype, device=device)
         self.positions = Embedding(config.context_length, size, dtype=dtype, device=device)
         self.blocks = [
             Block(config, index, operations=operations, dtype=dtype, device=device, ranks=ranks)
@@ -113,15 +114,13 @@ class GPT2ForCausalLM:
         ]
         self.norm = LayerNorm(size, config.norm_epsilon, dtype=dtype, device=device)
         self.head = Head(size, config.vocabulary_size, ranks=ranks, dtype=dtype, device=device)
-        if config.tied_embeddings:
+        if tied:
             self.head.tie(self.embedding)
 
     def checkpoint_tensors(self) -> dict[str, Target]:
         """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
-        tensors: dict[str, Target] = {}
         place, tied = self.ranks.place, self.config.tied_embeddings
-        if place.is_first or (place.is_last and tied):
-            tensors |= self.embedding.checkpoint_tensors("wte.weight")
+        tensors = self.embedding.checkpoint_tensors("wte.weight")
         if place.is_first:
             tensors |= self.positions.checkpoint_tensors("wpe.weight")
         for index, block in zip(self.layer_indexes, self.blocks, strict=True):

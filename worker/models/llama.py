@@ -146,14 +146,17 @@ class LlamaForCausalLM:
         self.ranks = ranks
         self.heads = ranks.deal_heads(config.num_heads, config.num_kv_heads)
         self.layer_indexes = ranks.place.layers(config.num_layers)
-        self.embedding = Embedding(config.vocabulary_size, config.hidden_size, ranks=ranks, dtype=dtype, device=device)
+        tied = config.tied_embeddings
+        self.embedding = Embedding(
+            config.vocabulary_size, config.hidden_size, ranks=ranks, tied=tied, dtype=dtype, device=device
+        )
         self.layers = [
             DecoderLayer(config, config.windows[index], operations=operations, dtype=dtype, device=device, ranks=ranks)
             for index in self.layer_indexes
         ]
         self.norm = RMSNorm(config.hidden_size, config.norm_epsilon, operations=operations, dtype=dtype, device=device)
         self.head = Head(config.hidden_size, config.vocabulary_size, ranks=ranks, dtype=dtype, device=device)
-        if config.tied_embeddings:
+        if tied:
             self.head.tie(self.embedding)
         self.rotary = RotaryTable(config.rope, config.head_dim, config.context_length, dtype=dtype, device=device)
         # What calls them all and computes the same, where the operations can; see `pack`.
@@ -161,10 +164,8 @@ class LlamaForCausalLM:
 
     def checkpoint_tensors(self) -> dict[str, Target]:
         """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
-        tensors: dict[str, Target] = {}
         place, tied = self.ranks.place, self.config.tied_embeddings
-        if place.is_first or (place.is_last and tied):
-            tensors |= self.embedding.checkpoint_tensors("model.embed_tokens.weight")
+        tensors = self.embedding.checkpoint_tensors("model.embed_tokens.weight")
         for index, layer in zip(self.layer_indexes, self.layers, strict=True):
             tensors |= layer.checkpoint_tensors(f"model.layers.{index}.")
         if place.is_last:

@@ -112,7 +112,10 @@ class OPTForCausalLM:
         self.heads = ranks.deal_heads(config.num_heads, config.num_heads)
         self.layer_indexes = ranks.place.layers(config.num_layers)
         size, embedding_size = config.hidden_size, config.embedding_size
-        self.embedding = Embedding(config.vocabulary_size, embedding_size, ranks=ranks, dtype=dtype, device=device)
+        tied = config.tied_embeddings
+        self.embedding = Embedding(
+            config.vocabulary_size, embedding_size, ranks=ranks, tied=tied, dtype=dtype, device=device
+        )
         self.positions = Embedding(_FIRST_POSITION + config.context_length, size, dtype=dtype, device=device)
         self.project_in: Linear | None = None
         self.project_out: Linear | None = None
@@ -127,15 +130,13 @@ class OPTForCausalLM:
         if config.final_norm:
             self.norm = LayerNorm(size, _NORM_EPSILON, learned=config.learned_norms, dtype=dtype, device=device)
         self.head = Head(embedding_size, config.vocabulary_size, ranks=ranks, dtype=dtype, device=device)
-        if config.tied_embeddings:
+        if tied:
             self.head.tie(self.embedding)
 
     def checkpoint_tensors(self) -> dict[str, Target]:
         """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
-        tensors: dict[str, Target] = {}
         place, tied = self.ranks.place, self.config.tied_embeddings
-        if place.is_first or (place.is_last and tied):
-            tensors |= self.embedding.checkpoint_tensors("embed_tokens.weight")
+        tensors = self.embedding.checkpoint_tensors("embed_tokens.weight")
         if place.is_first:
             tensors |= self.positions.checkpoint_tensors("embed_positions.weight")
         for projection, is_here in ((self.project_in, place.is_first), (self.project_out, place.is_last)):
