@@ -54,6 +54,8 @@ class Running:
     """
 
     def __init__(self, settings):
+        # To have loaded one rank in this thread has bound it to one core, and ranks have the cores of who starts them.
+        os.sched_setaffinity(0, range(os.cpu_count()))
         self.executor, self.lost = MpExecutor(settings), threading.Event()
         self.info = self.executor.load(self.lost.set)
 
