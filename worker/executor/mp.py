@@ -60,6 +60,7 @@ class MpExecutor:
         self._num_launched = 0
         self._num_answered = 0
         self._loss: str | None = None
+        self._has_ended = threading.Event()
 
     def load(self, on_lost: Callable[[], None]) -> GetInfoResponse:
         """See `Executor`. Ranks are children of the thread that calls, and die with it."""
@@ -145,13 +146,14 @@ class MpExecutor:
     def _end(self, loss: str) -> None:
         log.error("ranks lost: %s", loss)
         self._loss = loss
+        self._has_ended.set()
         for process in self._processes:
             process.kill()
 
     def _lost(self) -> RankLost:
         """Why a pipe ended: the watch is about to say so, if it has not."""
-        wait([process.sentinel for process in self._processes], timeout=_LOOK_S)
-        return RankLost(self._loss or _loss(self._processes) or "a rank closed its pipe")
+        self._has_ended.wait(timeout=2 * _LOOK_S)
+        return RankLost(self._loss or "a rank closed its pipe")
 
 
 def _open_store() -> TCPStore:
