@@ -55,7 +55,7 @@ class Site:
 
     @property
     def processes(self) -> dict[str, int]:
-        """Services, and the ranks of workers that have processes for them, as "rank-0-of-worker"."""
+        """Services, and the ranks of workers that have processes for them, as "rank-0-of-worker"; Ray's raylet too."""
         workers = [(name, pid) for name, pid in self.pids.items() if name.partition("-")[0] == "worker"]
         ranks = {f"rank-{n}-of-{name}": pid for name, parent in workers for n, pid in enumerate(_ranks_of(parent))}
         return self.pids | ranks
@@ -166,13 +166,20 @@ def _measured(chain: Sequence[ServiceProcess]) -> tuple[list[ServiceProcess], li
 
 
 def _ranks_of(front: int) -> list[int]:
-    """The processes that a worker has spawned for its ranks."""
-    with contextlib.suppress(OSError):
-        children = [
-            int(pid) for path in Path(f"/proc/{front}/task").glob("*/children") for pid in path.read_text().split()
-        ]
-        return sorted(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    return []  # it has just ended
+    """The processes of a worker's ranks, and the raylet of a cluster that it has started for them."""
+    parents, commands = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):  # it has just ended
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            commands[int(folder.name)] = (folder / "cmdline").read_bytes()
+
+    def is_below(pid: int) -> bool:
+        return pid in parents and (parents[pid] == front or is_below(parents[pid]))
+
+    def is_rank(command: bytes) -> bool:
+        return any(word in command for word in (b"spawn_main", b"ray::RankActor", b"/raylet/raylet"))
+
+    return sorted(pid for pid, command in commands.items() if is_rank(command) and is_below(pid))
 
 
 def _computed_tokens(port: int) -> float | None:
