@@ -24,6 +24,7 @@ from worker.config import WorkerSettings
 from worker.loading import load_worker
 from worker.model_runner import ModelRunner
 from worker.profile_run import CudaMemory, profile
+from worker.ranks import WHOLE_HOST
 
 # 2 (K and V) * 2 layers * 4 tokens * 1 head * 8 values * 2 bytes = 256 bytes a block.
 SHAPE = CacheShape(num_layers=2, block_size=4, num_kv_heads=1, head_dim=8, dtype=torch.bfloat16)
@@ -195,10 +196,10 @@ def test_a_gpus_blocks_are_what_the_profile_run_leaves_or_as_told_within_that(
     monkeypatch.setattr(loading, "profile", lambda *arguments, **others: found)
     chosen = (settings(checkpoint, **changes), load_weights(checkpoint), TINY_SHAPE, 128, torch.device("cuda"))
     if complaint is None:
-        assert loading._choose_cache_size(*chosen, checkpoint).num_blocks == num_blocks
+        assert loading._choose_cache_size(*chosen, checkpoint, WHOLE_HOST).num_blocks == num_blocks
     else:
         with pytest.raises(ModelError, match=complaint):
-            loading._choose_cache_size(*chosen, checkpoint)
+            loading._choose_cache_size(*chosen, checkpoint, WHOLE_HOST)
 
 
 def test_a_step_that_a_gpu_can_not_hold_is_refused_by_its_flag(checkpoint, monkeypatch):
@@ -208,7 +209,13 @@ def test_a_step_that_a_gpu_can_not_hold_is_refused_by_its_flag(checkpoint, monke
     monkeypatch.setattr(loading, "profile", run_out)
     with pytest.raises(ModelError, match="lower --max-num-batched-tokens"):
         loading._choose_cache_size(
-            settings(checkpoint), load_weights(checkpoint), TINY_SHAPE, 128, torch.device("cuda"), checkpoint
+            settings(checkpoint),
+            load_weights(checkpoint),
+            TINY_SHAPE,
+            128,
+            torch.device("cuda"),
+            checkpoint,
+            WHOLE_HOST,
         )
 
 
