@@ -25,6 +25,7 @@ def chosen(*, num_gpus=0, has_ray=False, environment=None, **settings):
         ({"tensor_parallel_size": 4, "num_gpus": 2, "has_ray": True}, "ray", "this host has 2"),
         ({"tensor_parallel_size": 2, "ray_address": "auto", "has_ray": True}, "ray", "--ray-address names a cluster"),
         ({"tensor_parallel_size": 2, "environment": TORCHRUN}, "external", "torchrun has started this process"),
+        ({"environment": {"RANK": "0", "WORLD_SIZE": "1"}}, "uni", "there is one rank"),
         ({"executor": "mp"}, "mp", "--executor says so"),
         ({"executor": "mp", "environment": TORCHRUN}, "mp", "--executor says so"),
     ],
@@ -41,6 +42,7 @@ def test_the_first_that_fits_is_taken_unless_one_is_named(facts, name, reason):
         ({"executor": "uni", "tensor_parallel_size": 2}, "leave --executor out"),
         ({"executor": "external"}, "torchrun"),
         ({"executor": "ray"}, "pip install 'pagewire[ray]'"),
+        ({"tensor_parallel_size": 2, "ray_address": "auto"}, "pip install 'pagewire[ray]'"),
         ({"tensor_parallel_size": 4, "num_gpus": 2}, "lower the sizes, or install Ray"),
     ],
 )

@@ -76,11 +76,14 @@ def choose(
             raise ModelError("--executor ray wants the package: pip install 'pagewire[ray]'")
         case name:
             return name, "--executor says so"
-    if under_torchrun and settings.executor == "auto":
+    # Some platforms set both for each process, though it is the only one.
+    if under_torchrun and environment["WORLD_SIZE"] != "1":
         return "external", "torchrun has started this process"
     if size == 1:
         return "uni", "there is one rank"
-    if settings.ray_address and has_ray:
+    if settings.ray_address:
+        if not has_ray:
+            raise ModelError("--ray-address wants Ray: pip install 'pagewire[ray]'")
         return "ray", "--ray-address names a cluster"
     if num_gpus == 0 or num_gpus >= size:
         return "mp", "all ranks have room on this host"

@@ -203,7 +203,8 @@ def _run(start: _Start, descriptors: list[Any], places: Connection, tell: Connec
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != start.front:
         os._exit(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
     settings = WorkerSettings.model_validate_json(start.settings)
     start_rank_logging(settings, start.place.rank)
     try:

@@ -143,7 +143,7 @@ def _fill(model: OurModel, directory: Path) -> OurModel:
     tensors = model.checkpoint_tensors()
 
     def leaves_out(name: str) -> bool:
-        # What is not of this stage is of another one, which looks at it.
+        # What is not of this stage is of another one; whether it is of any nobody looks.
         return model.leaves_out(name) or (model.ranks.place.num_stages > 1 and name not in tensors)
 
     load_weights(directory, tensors, leaves_out, model.checkpoint_name)
