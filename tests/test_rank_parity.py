@@ -34,13 +34,12 @@ def one_rank(model_dir, tmp_path_factory):
 @pytest.mark.parametrize(
     "kind, tensor_size, num_stages",
     [
-        ("mp", 2, 2),
         ("ray", 2, 1),
         *(
             pytest.param(kind, *sizes, marks=pytest.mark.long)
             for kind in ("mp", "ray", "external")
             for sizes in ((2, 1), (3, 1), (1, 2), (2, 2))
-            if (kind, *sizes) not in {("mp", 2, 2), ("ray", 2, 1)}
+            if (kind, *sizes) != ("ray", 2, 1)
         ),
     ],
 )
