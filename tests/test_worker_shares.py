@@ -60,7 +60,7 @@ def test_a_share_of_stacked_values_is_one_of_each():
     share = deal(4, 1, 2).times(8)
     assert (share.total, share.ranges) == (32, ((16, 32),))
     assert share.repeated(3).ranges == ((16, 32), (48, 64), (80, 96))
-    assert whole(5).is_whole
+    assert whole(5).repeated(3).is_whole
     assert not share.is_whole
 
 

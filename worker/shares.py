@@ -48,6 +48,8 @@ class Share:
 
     def repeated(self, count: int) -> "Share":
         """The same part of each of `count` dimensions of this kind, stacked."""
+        if self.is_whole:
+            return whole(self.total * count)
         offsets = [index * self.total for index in range(count)]
         return Share(
             self.total * count, tuple((first + start, first + end) for first in offsets for start, end in self.ranges)
