@@ -90,7 +90,12 @@ def ample(weights, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "steps", [{}, {"max_steps_in_flight": 2}, pytest.param({"num_concurrent_steps": 3}, marks=pytest.mark.long)]
+    "steps",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"max_steps_in_flight": 2},
+        pytest.param({"num_concurrent_steps": 3}, marks=pytest.mark.long),
+    ],
 )
 def test_a_tenth_of_the_blocks_changes_no_token(weights, tokenizer, ample, steps):
     expected, num_blocks = ample
@@ -100,7 +105,7 @@ def test_a_tenth_of_the_blocks_changes_no_token(weights, tokenizer, ample, steps
     assert deployment.core.num_swap_outs == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_swapping_changes_no_token(weights, tokenizer, ample, depth):
     expected, num_blocks = ample
     options = {"preemption_mode": PreemptionMode.SWAP, "max_steps_in_flight": depth}
@@ -115,7 +120,7 @@ def test_computing_every_prefix_anew_changes_no_token(weights, tokenizer, ample)
     assert deployment.core.num_found_tokens == 0
 
 
-@pytest.mark.parametrize("budget", [8, 64])
+@pytest.mark.parametrize("budget", [pytest.param(8, marks=pytest.mark.long), 64])
 def test_the_size_of_chunks_changes_no_token(weights, tokenizer, ample, budget):
     assert answers(start(weights, budget=budget), tokenizer) == ample[0]
 
@@ -124,7 +129,7 @@ def test_classic_steps_change_no_token(weights, tokenizer, ample):
     assert answers(start(weights, chunked_prefill=False), tokenizer) == ample[0]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_preempting_anyone_at_any_step_changes_no_token(weights, tokenizer, ample, mode, depth):
     deployment = start(weights, num_swap_blocks=AMPLE, preemption_mode=mode, max_steps_in_flight=depth)

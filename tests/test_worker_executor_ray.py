@@ -1,5 +1,6 @@
 """Ranks as actors of a real cluster of Ray: what they answer, who hears of their end, and what they leave behind."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from worker.executor.uni import UniExecutor
 from worker.ranks import Host
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
+logging.setLogRecordFactory(logging.LogRecord)  # Ray's own adds a fact to each line, whoever logs it
 
 
 @pytest.fixture(scope="module")

@@ -140,6 +140,12 @@ def load_model(
 
 
 def _fill(model: OurModel, directory: Path) -> OurModel:
+    _load(model, directory)
+    model.pack()  # which lets the plain weights go, one by one
+    return model
+
+
+def _load(model: OurModel, directory: Path) -> None:
     tensors = model.checkpoint_tensors()
 
     def leaves_out(name: str) -> bool:
@@ -147,5 +153,3 @@ def _fill(model: OurModel, directory: Path) -> OurModel:
         return model.leaves_out(name) or (model.ranks.place.num_stages > 1 and name not in tensors)
 
     load_weights(directory, tensors, leaves_out, model.checkpoint_name)
-    model.pack()
-    return model
