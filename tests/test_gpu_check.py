@@ -27,6 +27,7 @@ def test_what_fails_is_named_by_its_own_line_or_by_its_status():
     assert run_python("exit(3)").failures == ["ended with status 3"]
 
 
+@pytest.mark.long
 def test_what_hangs_is_ended_with_all_that_it_started(capsys):
     code = """
 import subprocess, sys, time

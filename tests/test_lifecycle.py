@@ -167,7 +167,9 @@ async def test_a_scheduler_that_is_told_to_stop_says_so_and_finishes_what_is_liv
             await router.becomes(serving=True)
 
 
-@pytest.mark.parametrize("options", [("--drain-delay-s", "60"), ("--drain-grace-s", "60")])
+@pytest.mark.parametrize(
+    "options", [("--drain-delay-s", "60"), pytest.param(("--drain-grace-s", "60"), marks=pytest.mark.long)]
+)
 async def test_a_second_signal_ends_a_router_at_once_while_it_still_takes_calls_and_while_it_drains(options):
     with cluster(*options, step_ms=20) as running:
         ((port, service),) = running.routers.items()

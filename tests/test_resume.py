@@ -255,7 +255,7 @@ async def test_a_resumption_that_is_not_whole_is_refused_by_field(request_, fiel
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_schedulers", [1, 2])
+@pytest.mark.parametrize("num_schedulers", [pytest.param(1, marks=pytest.mark.long), 2])
 async def test_clients_go_on_at_another_router_when_theirs_is_killed(num_schedulers):
     with cluster(num_routers=2, num_schedulers=num_schedulers, step_ms=5) as running:
         first, second = running.routers

@@ -72,14 +72,14 @@ async def test_each_prompt_alone_equals_hugging_face_whatever_the_chunk_size(mod
             assert tokens_of(await running.complete([greedy(prompt, NUM_TOKENS)])) == [tokens], prompt
 
 
-@pytest.mark.parametrize("chunk", [16, 64, 2048])
+@pytest.mark.parametrize("chunk", [16, *(pytest.param(chunk, marks=pytest.mark.long) for chunk in (64, 2048))])
 async def test_thirty_two_at_once_equal_hugging_face_whatever_the_chunk_size(model_dir, expected, chunk):
     async with deployment(model_dir, worker=("--dtype", "float32"), scheduler=chunks_of(chunk)) as running:
         answers = await running.complete((requests() * 2)[:32])
         assert tokens_of(answers) == (expected * 2)[:32]
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", ["recompute", pytest.param("swap", marks=pytest.mark.long)])
 async def test_so_few_blocks_that_groups_are_preempted_change_no_token(model_dir, expected, mode):
     worker = ("--dtype", "float32", "--num-gpu-blocks", "24")
     async with deployment(model_dir, worker=worker, scheduler=("--preemption-mode", mode)) as running:
@@ -91,6 +91,7 @@ async def test_so_few_blocks_that_groups_are_preempted_change_no_token(model_dir
         assert sum(answer.timings.preemptions for answer in answers) == state.num_preemptions
 
 
+@pytest.mark.long
 async def test_beams_through_the_whole_service_are_hugging_faces(model_dir, float32):
     async with deployment(model_dir, worker=("--dtype", "float32")) as running:
         searches = [greedy(prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]

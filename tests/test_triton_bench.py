@@ -143,6 +143,7 @@ def again(run):
     return run
 
 
+@pytest.mark.long
 def test_the_cases_of_whole_models_run_when_they_are_small(monkeypatch):
     monkeypatch.setattr(gpu_model, "choose", lambda *_, **__: triton_kernels())
     config = replace(

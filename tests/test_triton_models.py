@@ -152,7 +152,7 @@ def generate(runner):
 
 
 @everywhere
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "gpt2"])
 def test_whole_generations_are_the_twins(device, name, monkeypatch):
     # Layer by layer, as pools lie on a GPU.
     monkeypatch.setattr(

@@ -71,6 +71,7 @@ def test_loading_takes_the_model_and_a_shard_of_64_mib(tmp_path, num_files):
     assert MODEL_BYTES < growth < MODEL_BYTES + 64 * MIB + SLACK
 
 
+@pytest.mark.long
 def test_loading_by_transformers_takes_the_model_and_a_shard(tmp_path):
     directory = large_checkpoint(tmp_path / "large", 4, **BY_TRANSFORMERS)
     growth, _ = measure("load", directory)
