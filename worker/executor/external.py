@@ -5,7 +5,6 @@ thread beside. The others are ranks and nothing else. When one dies torchrun end
 rank 0 ends, they do.
 """
 
-import ctypes
 import os
 import signal
 import threading
@@ -22,11 +21,10 @@ from torch.distributed.rendezvous import rendezvous
 from worker.checkpoint import ModelError
 from worker.config import WorkerSettings
 from worker.executor.lines import LOOPBACK, be_rank, dial, meet_ranks, run_here
-from worker.executor.rank import Rank
+from worker.executor.rank import Rank, end_with_parent
 from worker.ranks import Host, Place
 
 _RENDEZVOUS_S = 600.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class ExternalRanks:
         """
         launched = Launched.read(self._settings, os.environ)
         # This process would serve on without torchrun, and keep its port from those that are started anew.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
         store = launched.meet()
         others = meet_ranks(store, launched.address, range(1, launched.place.size), _nothing)
         front, own = Pipe()

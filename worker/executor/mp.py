@@ -6,7 +6,6 @@ started it starts it anew.
 """
 
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -28,7 +27,7 @@ from protos.worker_pb2 import ExecuteModelRequest, GetInfoResponse
 from worker.checkpoint import ModelError
 from worker.config import WorkerSettings
 from worker.executor.executor import RankLost
-from worker.executor.rank import Outcome, Rank, start_rank_logging
+from worker.executor.rank import Outcome, Rank, end_with_parent, start_rank_logging
 from worker.executor.ring import RingReader, RingWriter
 from worker.executor.told import NumberedAnswer, read_outcome, tag_end, tag_info, tag_outcome, wait_for_infos
 from worker.inputs import MalformedStep
@@ -37,7 +36,6 @@ from worker.ranks import Host, Place
 _HOST = "127.0.0.1"
 # How often the front looks whether a rank was stopped by a signal; that one has ended it is told at once.
 _LOOK_S = 0.25
-_PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +198,7 @@ def _run(start: _Start, descriptors: list[Any], places: Connection, tell: Connec
     # The front ends it, and what ends the front ends it too: a signal to the group of processes is for the front alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != start.front:
         os._exit(1)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -1,8 +1,10 @@
 """What a rank does wherever it runs: meets the others, loads its share of the model, runs the steps that all run."""
 
+import ctypes
 import logging
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable
 
@@ -25,6 +27,12 @@ log = logging.getLogger(__name__)
 Outcome = ExecuteModelResponse | Exception
 # The others load for as long as this, when this one has.
 _MEETING_S = 600.0
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Lets the kernel send this process a signal when the thread that has started it is gone (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def start_rank_logging(settings: WorkerSettings, number: int) -> None:

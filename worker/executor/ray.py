@@ -5,7 +5,6 @@ steps, do not go through Ray: each rank has a line to the front (`lines.py`), an
 again; the front ends when one is gone, and whoever started it starts it anew, with a placement group of its own.
 """
 
-import ctypes
 import logging
 import os
 import signal
@@ -24,7 +23,7 @@ from worker.checkpoint import ModelError
 from worker.config import WorkerSettings
 from worker.executor.executor import RankLost
 from worker.executor.lines import LOOPBACK, be_rank, dial, meet_ranks
-from worker.executor.rank import start_rank_logging
+from worker.executor.rank import end_with_parent, start_rank_logging
 from worker.ranks import Host, Place
 
 # How long to wait for room, which those who had it may be about to leave, and which a cluster may be about to grow.
@@ -33,7 +32,6 @@ _PLACEMENT_S = 120.0
 _OBJECT_STORE_BYTES = 100_000_000
 # How long a cluster may take to take a connection.
 _ANSWER_S = 10.0
-_PR_SET_PDEATHSIG = 1
 # What `worker.__main__` sets before torch is imported, for those whom the nodes of another's cluster start.
 _HANDED_ON = ("GOMP_SPINCOUNT",)
 
@@ -105,7 +103,7 @@ class RankActor:
     def run(self, settings_json: str, place: Place, host: Host, address: str, port: int) -> None:
         """The rank's life; does not return."""
         # What ends the raylet ends its ranks, at once.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         # From a terminal it reaches all processes; the front drains then.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if address == LOOPBACK:
