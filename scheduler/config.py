@@ -10,6 +10,8 @@ from protos.tls import ClientTls
 from protos.tls_settings import CaFile, ReadableFile, ServerTlsSettings, client_tls
 from scheduler.policy import Policy, PreemptionMode
 
+_NUM_SPECULATIVE_TOKENS = 8
+
 
 class SchedulerSettings(ServerTlsSettings):
     """Pagewire scheduler: batches sequences step by step over a pool of KV blocks."""
@@ -31,6 +33,12 @@ class SchedulerSettings(ServerTlsSettings):
         le=2,
         description="steps that the worker has at once at most (default: 2 for a GPU, and 1 for a CPU, whose cores the "
         "planning would take from the step that runs); one that works at several at once has as many",
+    )
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="tokens that a step computes ahead for a sequence at most, guessed from what its last tokens were "
+        "followed by before; no output changes (default: 8 where one step is in flight at a time, else 0, for none)",
     )
     max_waiting_requests: int = Field(4096, ge=1, description="requests that wait at most; more are refused")
     max_waiting_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that wait at most, of all requests")
@@ -83,5 +91,8 @@ class SchedulerSettings(ServerTlsSettings):
         """The part that the core knows, for a worker that computes on `device`."""
         chosen = {field.name: getattr(self, field.name) for field in fields(Policy)}
         chosen["preemption_mode"] = PreemptionMode(self.preemption_mode)
-        chosen["max_steps_in_flight"] = self.max_steps_in_flight or (2 if device == "cuda" else 1)
+        keeps_two = device == "cuda" and not self.num_speculative_tokens
+        chosen["max_steps_in_flight"] = num_steps = self.max_steps_in_flight or (2 if keeps_two else 1)
+        if self.num_speculative_tokens is None:
+            chosen["num_speculative_tokens"] = _NUM_SPECULATIVE_TOKENS if num_steps == 1 else 0
         return Policy(**chosen)

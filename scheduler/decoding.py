@@ -28,6 +28,11 @@ class Decoder:
         searches: dict[int, list[tuple[Sequence, list[tuple[int, float]]]]] = {}
         for row in plan.rows:
             group = row.group
+            if row.draft is not None and not self._accept(row, outputs):
+                if row.sequence.logprobs is not None:
+                    tops.take(1, row.sequence.logprobs.num_top)
+                place += 1
+                continue
             for sampled in row.samples:
                 if failed and place in failed and not sampled.status.finished:
                     self._fail(group, outputs)
@@ -43,6 +48,8 @@ class Decoder:
                 elif not ended:
                     if sampled.logprobs is not None:
                         sampled.logprobs.extend(tops.take(1, sampled.logprobs.num_top))
+                    if row.draft is None:
+                        outputs.new_tokens.append(NewTokens(group, sampled, len(sampled.output_token_ids)))
                     self._append(group, sampled, result.token_ids[place], result.logprobs[place], outputs)
                 elif sampled.logprobs is not None:
                     tops.take(1, sampled.logprobs.num_top)
@@ -67,12 +74,25 @@ class Decoder:
             group.sequences = [_ended(group, index, None, Status.FINISHED_IGNORED) for index in range(group.n)]
             plan.ignored[-1:] = [Finished(group, sequence, message) for sequence in group.sequences]
 
+    def _accept(self, row: Row, outputs: StepOutputs) -> bool:
+        """Whether a draft is the token that its sequence sampled there: then what is sampled behind it counts too."""
+        sequence = row.sequence
+        # A sequence that a draft before this one was wrong for, or that has ended, does not reach so far.
+        if sequence.num_tokens != row.start + 1 or sequence.output_token_ids[-1] != row.draft:
+            return False
+        if sequence.status.finished:
+            return False
+        if sequence.status is Status.RUNNING:  # of others it is computed again, like all that comes late
+            sequence.num_computed_tokens = row.start + 1
+        self._queues.waiting.charge([row.group])
+        outputs.num_accepted += 1
+        return True
+
     def _append(
         self, group: SequenceGroup, sequence: Sequence, token_id: int, logprob: float, outputs: StepOutputs
     ) -> None:
         num_before = len(sequence.output_token_ids)
         sequence.append(token_id, logprob)
-        outputs.new_tokens.append(NewTokens(group, sequence, num_before))
         if token_id in group.stop_token_ids and num_before >= group.min_tokens:
             sequence.stop_token_id = token_id
             self._queues.finish(group, sequence, Status.FINISHED_STOPPED)

@@ -42,7 +42,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 from scheduler.outflow import Outflow
-from scheduler.plan import Row
 from scheduler.sequence import SequenceGroup
 from scheduler.waiting_queue import WaitingQueue
 
@@ -145,10 +144,10 @@ class FairQueue:
         self.clock = max(self.clock, tenant.counter)
         self._turn = None
 
-    def charge(self, rows: Iterable[Row]) -> None:
-        """Tenants pay for the tokens that a step samples; one alone need not, who waits for nobody."""
+    def charge(self, sampled_for: Iterable[SequenceGroup]) -> None:
+        """Tenants pay for tokens that are sampled, a group for each; one alone need not, who waits for nobody."""
         if len(self._tenants) + len(self._away) > 1:
-            sampled = Counter([row.group.tenant for row in rows for _ in row.samples])
+            sampled = Counter([group.tenant for group in sampled_for])
             for name, num_tokens in sampled.items():
                 tenant = self._tenants[name]
                 tenant.counter += num_tokens * OUTPUT_TOKEN / tenant.weight

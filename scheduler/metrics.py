@@ -21,6 +21,9 @@ def metrics_of(loop: SchedulerLoop, observer: Observer) -> list[Metric]:
     def found(read: Callable[[Scheduler], int]) -> Callable[[], int | None]:
         return lambda: read(loop.core) if loop.core is not None and loop.core.policy.prefix_caching else None
 
+    def drafted(read: Callable[[], int]) -> Callable[[], int | None]:
+        return lambda: read() if loop.core is not None and loop.core.policy.num_speculative_tokens else None
+
     return [
         *_gauges(loop, of_core),
         Metric(
@@ -64,6 +67,20 @@ def metrics_of(loop: SchedulerLoop, observer: Observer) -> list[Metric]:
             "Tokens sampled.",
             lambda: observer.num_generated,
             aliases=("vllm:generation_tokens_total",),
+        ),
+        Metric(
+            "pagewire_draft_tokens_total",
+            "counter",
+            "Tokens that were guessed to follow, and computed ahead; not there when none are.",
+            drafted(lambda: observer.num_drafts),
+            aliases=("vllm:spec_decode_num_draft_tokens_total",),
+        ),
+        Metric(
+            "pagewire_accepted_draft_tokens_total",
+            "counter",
+            "Those of them that were right, so that a step gave a sequence a token more.",
+            drafted(lambda: observer.num_accepted),
+            aliases=("vllm:spec_decode_num_accepted_tokens_total",),
         ),
         *_histograms(observer),
     ]

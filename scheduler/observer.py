@@ -1,9 +1,10 @@
 """What metrics and traces tell of steps and requests: kept per step and per request, never per token.
 
 **Inter-token latency** is the gap between two steps, counted once for each sequence that the later one takes on. With
-chunked prefill every running sequence is in every step, so that is the gap between its two tokens. Two cases are looked
-at for themselves: the first token after a pause counts from the loss of the blocks; and without chunked prefill, where
-steps of prompts let the decodes wait, the gap runs from the decode step before.
+chunked prefill every running sequence is in every step, so that is the gap between its two tokens; tokens that come
+together, after a draft that was right, have none between them. Two cases are looked at for themselves: the first token
+after a pause counts from the loss of the blocks; and without chunked prefill, where steps of prompts let the decodes
+wait, the gap runs from the decode step before.
 
 Where the worker works at several steps at once, each on other sequences, a step is planned when the tokens before its
 own are known: the gap is what it takes. Waiting for a turn is not in it, as where the number of sequences changes.
@@ -41,7 +42,9 @@ class Observer:
         inter_token_s: see above.
         step_s: what steps take, as the scheduler sees it.
         step_tokens: that steps compute.
-        num_generated: tokens sampled.
+        num_generated: tokens sampled that are output.
+        num_drafts: tokens that were computed ahead.
+        num_accepted: those of them that were right.
     """
 
     def __init__(self, tracer: "Tracer | None" = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,7 +54,7 @@ class Observer:
         self.inter_token_s = Histogram(STEP_SECONDS)
         self.step_s = Histogram(STEP_SECONDS)
         self.step_tokens = Histogram(_STEP_TOKENS)
-        self.num_generated = 0
+        self.num_generated = self.num_drafts = self.num_accepted = 0
         self._tracer = tracer
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
@@ -97,7 +100,9 @@ class Observer:
         """
         now = self._clock()
         num_continued = len(outputs.new_tokens)
-        self.num_generated += num_continued
+        self.num_generated += num_continued + outputs.num_accepted
+        self.num_drafts += plan.num_drafts
+        self.num_accepted += outputs.num_accepted
         if plan.num_beams:  # their sequences come whole, at their end
             beams = [new.sequence for new in outputs.new_tokens if new.group.beam is not None]
             self.num_generated += sum(len(sequence.output_token_ids) - 1 for sequence in beams)

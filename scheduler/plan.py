@@ -28,6 +28,7 @@ class Row:
         num_new_tokens: how many.
         samples: the sequences that get a token from the logits behind the last one; none for a chunk that ends earlier,
             all of the group's for the prompt that they fork from.
+        draft: the row's one token, where it is a guess at what the rows before it sample (`drafts.py`).
     """
 
     group: SequenceGroup
@@ -35,6 +36,7 @@ class Row:
     start: int
     num_new_tokens: int
     samples: Seq[Sequence]
+    draft: int | None = None
 
     @property
     def prompt_logprobs_end(self) -> int:
@@ -89,6 +91,7 @@ class Plan:
         forget: numbers of requests that the worker has seen and nobody needs.
         telling: rows whose logits tell of their prompts' tokens: places in `rows`, and the position from which on.
         num_beams: samples of beam searches, without which these can not be planned on.
+        num_drafts: rows of drafts.
     """
 
     step_id: int
@@ -107,6 +110,7 @@ class Plan:
     num_tokens: int = 0
     num_prefill_tokens: int = 0
     num_beams: int = 0
+    num_drafts: int = 0
 
     def add(self, row: Row) -> None:
         """Takes in a row."""
@@ -115,6 +119,7 @@ class Plan:
         self.num_tokens += num_new_tokens
         if num_new_tokens > 1:
             self.num_prefill_tokens += num_new_tokens
+        self.num_drafts += row.draft is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +152,15 @@ class StepOutputs:
     """What one step gave.
 
     Attributes:
+        new_tokens: one entry for each sequence that got any.
         failed: groups that the step could not sample for; they have ended.
+        num_accepted: drafts that were what their sequences sampled.
     """
 
     new_tokens: list[NewTokens] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     failed: list[SequenceGroup] = field(default_factory=list)
+    num_accepted: int = 0
 
 
 def to_request(plan: Plan, epoch: int, traces: Seq[TraceContext] = ()) -> ExecuteModelRequest:
@@ -172,9 +180,12 @@ def to_request(plan: Plan, epoch: int, traces: Seq[TraceContext] = ()) -> Execut
         indexes.append(sequence.index)
         starts.append(start)
         counts.append(count)
-        tokens.append(known := row.group.token_ids(sequence, start, start + count))
-        if len(known) < count:
-            tokens.append(_LAST_SAMPLED)
+        if row.draft is not None:
+            tokens.append(array("i", [row.draft]))
+        else:
+            tokens.append(known := row.group.token_ids(sequence, start, start + count))
+            if len(known) < count:
+                tokens.append(_LAST_SAMPLED)
         lengths.append(len(sequence.block_table))
         tables.append(sequence.block_table)
         for sampled in row.samples:

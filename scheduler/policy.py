@@ -37,6 +37,7 @@ class Policy:
         delay_factor: without chunked_prefill, how many times as long as the last prefill step took the next prompt
             waits for others to join it.
         preemption_mode: how a group loses its blocks.
+        num_speculative_tokens: tokens that are drafted for a sequence in a step at most (`drafts.py`); 0 for none.
         max_failed_steps: workers lost in a row in a group's steps, at last in those of it alone, after which it ends.
         aging_s: how long a group has to wait until it goes before one that has just come with a priority one higher.
     """
@@ -53,6 +54,7 @@ class Policy:
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     aging_s: float = 10.0
     max_steps_in_flight: int = 1
+    num_speculative_tokens: int = 0
     max_failed_steps: int = 3
 
     def __post_init__(self) -> None:
@@ -70,6 +72,13 @@ class Policy:
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        if self.num_speculative_tokens < 0:
+            raise ValueError(f"num_speculative_tokens ({self.num_speculative_tokens}) must be 0 or more")
+        if self.num_speculative_tokens and self.max_steps_in_flight > 1:
+            raise ValueError(
+                f"num_speculative_tokens ({self.num_speculative_tokens}) goes with max_steps_in_flight 1: what follows "
+                "a draft is planned when it is known how much of it was right"
+            )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark ({self.watermark}) must be in [0, 1)")
         for name in ("delay_factor", "aging_s"):

@@ -167,7 +167,8 @@ def _checksum(plan: Plan) -> int:
     rows = plan.rows  # a column at a time, which takes half as long as a row at a time
     numbers = [row.group.number for row in rows] + [row.sequence.index for row in rows]
     extents = [row.start for row in rows] + [row.num_new_tokens for row in rows] + [len(row.samples) for row in rows]
-    crc = crc32(b"".join([row.sequence.block_table for row in rows]), crc32(array("i", numbers + extents)))
+    drafts = [row.draft for row in rows if row.draft is not None]
+    crc = crc32(b"".join([row.sequence.block_table for row in rows]), crc32(array("i", numbers + extents + drafts)))
     rest = (
         plan.blocks_to_swap_out,
         plan.blocks_to_swap_in,

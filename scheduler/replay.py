@@ -115,7 +115,8 @@ def _changes(plan: Plan) -> Iterator[tuple[SequenceGroup, str]]:
 def _row(row: Row) -> str:
     table = row.sequence.block_table.tolist()
     tokens = f"tokens {row.start} to {row.start + row.num_new_tokens - 1}"
-    return f"sequence {row.sequence.index} computes {tokens}, samples {len(row.samples)}, blocks {table}"
+    drafted = "" if row.draft is None else f", drafted {row.draft}"
+    return f"sequence {row.sequence.index} computes {tokens}{drafted}, samples {len(row.samples)}, blocks {table}"
 
 
 def _end(end: Finished) -> tuple[SequenceGroup, str]:

@@ -30,6 +30,7 @@ from scheduler.beam import BeamParams, BeamSearch
 from scheduler.block_manager import BlockManager
 from scheduler.deadlines import Deadlines, too_late
 from scheduler.decoding import Decoder
+from scheduler.drafts import add_drafts
 from scheduler.in_flight import StepsInFlight, add_row
 from scheduler.lanes import deal
 from scheduler.plan import Finished, Plan, StepOutputs, StepResult
@@ -291,10 +292,14 @@ class Scheduler:
                         self._admit(plan, now)
                     self._prefilled_last = prefilling
         if plan.rows:
+            if self.policy.num_speculative_tokens and not self.suspects:
+                num_tokens_left = self._budget - plan.num_tokens
+                num_blocks_left = self.blocks.num_free - self.num_reserved()
+                add_drafts(plan, self.policy.num_speculative_tokens, num_tokens_left, num_blocks_left, self.blocks)
             self.in_flight.add(plan)
             plan.blocks_to_swap_out = self.blocks.take_swapped_out()
             plan.forget = self.queues.take_gone()
-            self.queues.waiting.charge(plan.rows)
+            self.queues.waiting.charge(row.group for row in plan.rows if row.draft is None for _ in row.samples)
         plan.preempted += apart
         assert plan.num_tokens <= self.policy.max_num_batched_tokens, "over budget"
         return plan

@@ -309,6 +309,11 @@ class SequenceGroup:
         """Whether the prompt has to be computed, though its KV may be cached, to tell of its tokens."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
+    @property
+    def can_be_drafted_for(self) -> bool:
+        """Whether it can be guessed what its sequences sample: not what a search chooses, nor behind penalties."""
+        return self.beam is None and not self.penalized
+
     def cap(self, max_tokens: int) -> None:
         """Sets how many output tokens each sequence gets at most."""
         self.max_tokens = max_tokens

@@ -6,7 +6,7 @@ from collections import deque
 import hypothesis.strategies as st
 import pytest
 from fakes import TEXT, FakeWorker, control_plane
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from scheduler_by_hand import make, rows, submit
 from scheduler_model import run
 
@@ -144,6 +144,7 @@ def test_a_step_counts_for_the_share_of_the_worker_that_it_takes():
 
 
 @settings(max_examples=30, deadline=None)
+@example(2, [(0, 1, 1, False), (0, 1, 1, False), (1, 1, 1, False), (2, 1, 1, False)], 10, False)
 @given(
     st.integers(2, 4),
     st.lists(
@@ -174,9 +175,9 @@ def test_with_as_many_groups_as_lanes_no_lane_stays_empty_and_each_sequence_gets
         if in_flight:
             plan = in_flight.popleft()
             core.update(plan, run(plan))
-            for row in plan.rows:
+            for row in plan.rows if settled > num_lanes**2 else ():
                 gap = turn - last_token.get(row.sequence, turn)
-                assert settled <= num_lanes**2 or gap < 2 * num_lanes, "a sequence waited for more than its turn"
+                assert gap < 2 * num_lanes, "a sequence waited for more than its turn"
                 last_token[row.sequence] = turn
     assert settled > num_lanes**2, "the test saw nothing"
 
@@ -255,7 +256,7 @@ async def until_sent(worker: FakeWorker, num_steps: int) -> None:
 
 async def test_who_comes_while_steps_run_is_in_the_next_lane_at_once():
     worker = WideWorker(num_concurrent_steps=3)
-    async with control_plane(worker) as plane:
+    async with control_plane(worker, num_speculative_tokens=0) as plane:
         worker.gate.clear()
         calls = []
         for place in range(5):
@@ -271,7 +272,7 @@ async def test_who_comes_while_steps_run_is_in_the_next_lane_at_once():
 
 async def test_streams_go_on_at_a_worker_that_works_at_more_steps_than_the_one_before():
     worker = FakeWorker()
-    async with control_plane(worker) as plane:
+    async with control_plane(worker, num_speculative_tokens=0) as plane:
         calls = [asyncio.create_task(plane.text("p" * n, max_tokens=90)) for n in range(1, 5)]
         await until_sent(worker, 20)
         await plane.replace_worker(wide_worker := WideWorker(epoch=2, num_concurrent_steps=2))

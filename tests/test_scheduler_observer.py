@@ -27,7 +27,7 @@ class Clockwork:
         self.observer = Observer(clock=lambda: self.now)
         self.sessions = Sessions(self.observer.added, self.observer.ended)
         policy = SchedulerSettings(
-            **{"max_num_batched_tokens": 16, "max_num_seqs": 8, "watermark": 0} | options
+            **{"max_num_batched_tokens": 16, "max_num_seqs": 8, "watermark": 0, "num_speculative_tokens": 0} | options
         ).policy()
         self.core = Scheduler(policy, BlockManager(num_blocks, 4, num_swap_blocks))
         self.core.set_num_concurrent_steps(num_lanes)
@@ -78,6 +78,16 @@ def _observed(histogram: Histogram) -> dict[float, int]:
     bounds = [*histogram.bounds, float("inf")]
     rows = zip(bounds, counts, [0, *counts], strict=False)
     return {bound: count - before for bound, count, before in rows if count > before}
+
+
+def test_tokens_that_come_together_are_one_gap():
+    clockwork = Clockwork(num_speculative_tokens=3)
+    clockwork.submit(4, max_tokens=9)
+    clockwork.run()
+    assert clockwork.observer.num_generated == 9
+    # The prompt's one token again and again is guessed to follow, and does not: zeros do, and then are guessed.
+    assert clockwork.token_times["r1"] == [1, 2, 3, 4, 5]
+    assert clockwork.gaps() == {1: 4}
 
 
 def test_each_token_behind_the_first_is_one_gap():

@@ -48,8 +48,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked_prefill=st.booleans(),
         prefix_caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.1]),
-        max_steps_in_flight=st.sampled_from([1, 2, 2, 3]),
+        max_steps_in_flight=st.sampled_from([1, 1, 1, 2, 2, 3]),
         num_concurrent_steps=st.sampled_from([1, 1, 2, 3]),
+        num_speculative_tokens=st.sampled_from([0, 1, 5]),
     )
     def start(
         self,
@@ -64,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark,
         max_steps_in_flight,
         num_concurrent_steps,
+        num_speculative_tokens,
     ):
         policy = Policy(
             max_num_batched_tokens=max_num_seqs + spare_budget,
@@ -77,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             preemption_mode=mode,
             aging_s=2.0,
             max_steps_in_flight=max_steps_in_flight,
+            num_speculative_tokens=num_speculative_tokens if max_steps_in_flight == 1 else 0,
         )
         self.core = self.new_core(policy, BlockManager(num_blocks, block_size, num_swap_blocks))
         self.core.set_num_concurrent_steps(num_concurrent_steps)
@@ -97,7 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "tenant"]),
         n=st.integers(1, 4),
         beam=st.none() | beams,
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(1, 16),
         min_tokens=st.integers(0, 3),
         priority=st.sampled_from([0, 0, 0, 10, -3]),
         patience=st.none() | st.floats(0.5, 20),
@@ -138,10 +141,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.core.schedule(self.now)
         policy, blocks = self.core.policy, self.core.blocks
         assert plan.num_tokens == sum(row.num_new_tokens for row in plan.rows) <= policy.max_num_batched_tokens
-        assert len(plan.rows) <= policy.max_num_seqs
+        assert len(plan.rows) - plan.num_drafts <= policy.max_num_seqs
         for row in plan.rows:
             end = row.start + row.num_new_tokens
-            assert end == row.sequence.num_computed_tokens
+            assert end == row.sequence.num_computed_tokens or row.draft is not None
             assert end <= len(row.sequence.block_table) * blocks.block_size, "a token has no slot"
             last = row.group.num_prompt_tokens + row.group.max_tokens - 1
             assert end <= last or self.pool_replaced, "a token is computed behind which nothing is sampled"

@@ -1,0 +1,101 @@
+"""Drafts: tokens that a sequence may sample next, computed beside the one that it samples now.
+
+Speculative decoding (Leviathan et al., ICML'23) without a second model: text repeats itself, so what followed the last
+tokens earlier in prompt or output is a good guess at what follows now (inference with reference, Yang et al., 2023;
+prompt lookup, Saxena, 2023). A step reads all weights, whether for one row or for eight, and gives a sequence as many
+tokens more as its draft was right for.
+
+A drafted token is a row like any other: one token of its sequence, at its place, with logits to sample from. So the
+worker knows nothing of drafts. What the row samples counts if all before it is what the sequence did sample
+(`decoding.py`).
+
+WHY NO OUTPUT CHANGES. A step writes the KV of all its rows, layer by layer, before any of them attends to it. So the
+row of a draft that is right has the context that it would have had in a step of its own; and its draw, which is keyed
+by seed, sequence and position, is the same. The row of a wrong one leaves KV in slots behind the sequence's computed
+tokens, which are written again before anything reads them, in blocks that nobody shares and no prefix can be found in.
+
+HOW MANY. In text that repeats itself at all lengths, of the matches of n tokens a share of (n - 1) / (n - 1 + k) go on
+for k tokens more: so it is within a few hundredths in answers of small models, and for the shorter matches in prose. In
+a step of N rows one more costs 1 / (N + H) of it, H being how many rows take as long to compute as a step takes without
+any; a token is worth 1 / N. So the k-th drafted token pays as long as (n - 1) / (n - 1 + k) is over N / (N + H), which
+is as long as k is less than (n - 1) H / N: many tokens for a long match in a small step, none for a short one in a
+large step.
+"""
+
+from array import array
+
+from scheduler.block_manager import BlockManager
+from scheduler.plan import Plan, Row
+
+# H above, as two cores of a CPU have it; a GPU has several times as much.
+_NUM_BALANCED_ROWS = 16
+# A match counts as no longer than this.
+_LONGEST_MATCH = 16
+# So many tokens back it is looked for, which takes microseconds.
+_WINDOW = 8192
+_TOKEN_BYTES = 4
+
+
+def add_drafts(plan: Plan, most: int, num_tokens_left: int, num_blocks_left: int, blocks: BlockManager) -> None:
+    """Adds rows for what the sequences of a plan may sample next, as far as that pays and there is room.
+
+    Args:
+        plan: with all of its other rows.
+        most: tokens that are drafted for one sequence at most.
+        num_tokens_left: rows that may be added.
+        num_blocks_left: free blocks that may be taken for them.
+        blocks: where the sequences have theirs.
+    """
+    num_rows = plan.num_tokens
+    least = 1 - -num_rows // _NUM_BALANCED_ROWS  # a match of less is worth nothing
+    for row in plan.rows[:] if least <= _LONGEST_MATCH else ():
+        group, sequence, start = row.group, row.sequence, row.sequence.num_tokens
+        num_wanted = min(most, num_tokens_left, group.max_tokens - len(sequence.output_token_ids) - 1)
+        if num_wanted < 1 or len(row.samples) != 1 or not group.can_be_drafted_for:
+            continue
+        match_length, tokens = look_up(group.token_ids(sequence, max(0, start - _WINDOW), start), least)
+        num_drafts = min(num_wanted, (match_length - 1) * _NUM_BALANCED_ROWS // num_rows)
+        num_blocks = blocks.num_blocks_for(start + num_drafts) - len(sequence.block_table)
+        if num_blocks > num_blocks_left:
+            num_drafts = len(sequence.block_table) * blocks.block_size - start
+        elif num_blocks > 0:
+            blocks.append_slots(sequence, start + num_drafts)
+            num_blocks_left -= num_blocks
+        for place in range(num_drafts):
+            plan.add(Row(group, sequence, start + place, 1, row.samples, draft=tokens[place % len(tokens)]))
+            num_tokens_left -= 1
+
+
+def look_up(token_ids: "array[int]", least: int) -> tuple[int, "array[int]"]:
+    """The place before where the last tokens stand too: the longest such run there is, as far as halving finds it.
+
+    Args:
+        token_ids: of a sequence.
+        least: length from which on a run counts.
+
+    Returns:
+        Length of the run, up to the longest that counts, and the tokens behind it, to the sequence's end. Who wants
+        more goes on from the first: what was found last repeats itself. Length 0 where there is none.
+    """
+    text, match_length, end = token_ids.tobytes(), 0, 0
+    length = least
+    while length <= _LONGEST_MATCH and (found := _find_last(text, length * _TOKEN_BYTES)) >= 0:
+        match_length, end = length, found // _TOKEN_BYTES + length
+        length *= 2
+    if not match_length:
+        return 0, token_ids[:0]
+    longest = min(_LONGEST_MATCH, end)
+    while match_length < longest and token_ids[end - match_length - 1] == token_ids[-match_length - 1]:
+        match_length += 1
+    return match_length, token_ids[end:]
+
+
+def _find_last(text: bytes, num_bytes: int) -> int:
+    """Where the last `num_bytes` of a text of whole tokens stand before, for the last time; -1 for nowhere."""
+    run, end = text[-num_bytes:], len(text) - _TOKEN_BYTES
+    if len(text) <= num_bytes:
+        return -1
+    # Bytes may look alike where tokens do not.
+    while (at := text.rfind(run, 0, end)) % _TOKEN_BYTES and at >= 0:
+        end = at + num_bytes - 1
+    return at
