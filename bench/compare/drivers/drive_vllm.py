@@ -1,6 +1,7 @@
 """vLLM on the CPU through its own engine loop, which is what `LLM.generate` runs.
 
-Options: "kv_gib", size of the KV cache; "max_num_seqs", "max_num_batched_tokens", "max_model_len".
+Options: "kv_gib", size of the KV cache; "max_num_seqs", "max_num_batched_tokens", "max_model_len"; "lookup", keys of
+its speculative_config for drafts from the prompt and the answer so far, if any.
 """
 
 import os
@@ -28,6 +29,7 @@ class Vllm:
         intel_openmp = Path(sys.prefix, "lib", "libiomp5.so")
         if intel_openmp.exists():
             os.environ["LD_PRELOAD"] = str(intel_openmp)
+        lookup = options.get("lookup")
         import vllm
 
         self.version = vllm.__version__
@@ -41,6 +43,7 @@ class Vllm:
             max_num_batched_tokens=options["max_num_batched_tokens"],
             enable_prefix_caching=True,
             disable_log_stats=True,
+            speculative_config=lookup and {"method": "ngram"} | lookup,
         ).llm_engine
         self._num_runs = 0
 
