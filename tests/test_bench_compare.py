@@ -1,5 +1,6 @@
 """The comparison with the peers: its prompts, its order of runs, its arithmetic, and what it shows."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -288,13 +289,20 @@ def test_each_row_finds_its_figure():
 
 def test_peers_name_all_their_variants_and_variants_themselves():
     names = [each.name for each in select([OURS, "openvino"], ["w1", "w2"])]
-    assert names == [OURS, "openvino", "pagewire-int8", "openvino-int8"]
+    assert names == [
+        OURS,
+        "openvino",
+        "openvino-lookup",
+        "pagewire-int8",
+        "openvino-int8",
+        "openvino-int8-lookup",
+    ]
     assert [each.name for each in select(["llamacpp-q8_0"], ["w1"])] == ["llamacpp-q8_0"]
 
 
 def test_variants_without_a_chosen_test_do_not_play():
     names = [each.name for each in select(["openvino", "transformers"], ["w4"])]
-    assert names == ["openvino", "transformers-continuous"]
+    assert names == ["openvino", "openvino-lookup", "transformers-continuous"]
 
 
 @pytest.mark.parametrize("names, tests", [(["vlm"], ["w1"]), ([OURS], ["w9"])])
@@ -307,6 +315,17 @@ def test_every_variant_has_a_driver_and_a_recipe():
     for each in VARIANTS:
         assert (Path(variants.__file__).parent / "drivers" / f"drive_{each.peer}.py").is_file()
         assert each.peer in RECIPES or each.peer == OURS
+
+
+def test_a_peer_that_looks_drafts_up_is_the_same_peer_otherwise():
+    by_name = {each.name: each for each in VARIANTS}
+    looking_up = [each for each in VARIANTS if each.name.endswith("-lookup")]
+    assert {each.peer for each in looking_up} == {each.peer for each in VARIANTS} - {OURS}
+    for each in looking_up:
+        plain = by_name[each.name.removesuffix("-lookup")]
+        drafts = {"lookup": each.options["lookup"]}
+        assert each == replace(plain, name=each.name, options=plain.options | drafts, tests=each.tests)
+        assert set(each.tests) <= set(plain.tests)
 
 
 # The picture

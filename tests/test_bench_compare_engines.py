@@ -187,6 +187,14 @@ def test_an_engine_that_is_stepped_gets_its_requests_as_they_arrive():
     assert all(before <= after for request in requests for before, after in itertools.pairwise(request.times))
 
 
+def test_tokens_that_one_step_gives_together_have_one_time():
+    request = Request([1], 5, at=0.0)
+    steps = iter([[4], [5, 6, 7], [8]])
+    play_in_steps([request], lambda index, row: None, lambda: [(0, next(steps))], lambda: len(request.tokens) < 5)
+    assert request.tokens == [4, 5, 6, 7, 8]
+    assert [len(list(same)) for _, same in itertools.groupby(request.times)] == [1, 3, 1]
+
+
 @pytest.mark.model
 @pytest.mark.slow
 def test_the_real_service_is_driven_and_ended(model_dir, tmp_path):

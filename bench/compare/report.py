@@ -66,16 +66,15 @@ def _goals_table(compared: Sequence[Compared]) -> Table:
 
 
 def _engines_table(compared: Sequence[Compared], results: Results, variants: Sequence[Variant]) -> Table:
-    """The median of each engine in each row."""
+    """The median of each engine, which has a line, in each row of the comparison, which has a column."""
     table = Table(title="medians", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
+    for each in compared:
+        table.add_column(f"{each.row.name}, {each.row.unit}", justify="right")
     names = [variant.name for variant in variants if any(life.engine == variant.name for life in results.lives)]
     for name in names:
-        table.add_column(name, justify="right")
-    for each in compared:
-        medians = [each.engines.get(name) for name in names]
-        cells = ["-" if spread is None else f"{spread.median:{each.row.form}}" for spread in medians]
-        table.add_row(f"{each.row.name}, {each.row.unit}", *cells)
+        spreads = [(each.engines.get(name), each.row.form) for each in compared]
+        table.add_row(name, *("-" if spread is None else f"{spread.median:{form}}" for spread, form in spreads))
     return table
 
 

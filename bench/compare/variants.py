@@ -47,16 +47,37 @@ class Variant:
 
 
 _ONE_STREAM = ("w1",)
+_VLLM = _LIMITS | {"max_model_len": 2048}
 _LLAMACPP = {"kv_tokens": 32768, "slots": 32}
+_STATIC = {"batching": "static"}
+# Drafts that a peer looks up in the prompt and the answer so far, set as served it best; README.md tells more.
+_OPENVINO_LOOKUP = {"lookup": {"num_assistant_tokens": 5, "max_ngram_size": 3}}
+_VLLM_LOOKUP = {"lookup": {"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}}
+_LLAMACPP_LOOKUP = {
+    "lookup": {"spec-type": "ngram-simple", "spec-ngram-simple-size-n": 3, "spec-ngram-simple-size-m": 8}
+}
+_TRANSFORMERS_LOOKUP = {"lookup": {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3}}
 VARIANTS = (
     # As for a user who sets nothing: its room for KV is as large as the checkpoint, 11,600 tokens. More than any
     # test holds, but for a w4 that comes faster than it is served; what is beyond waits or is preempted. The prefix
     # cache would fill a larger pool too, with what nobody asks for again.
     Variant("pagewire", OURS, options={"settings": []}),
     Variant("openvino", "openvino", form="openvino-bf16", options=_LIMITS),
-    Variant("vllm", "vllm", form="copy", options=_LIMITS | {"max_model_len": 2048}),
+    Variant("openvino-lookup", "openvino", form="openvino-bf16", options=_LIMITS | _OPENVINO_LOOKUP),
+    Variant("vllm", "vllm", form="copy", options=_VLLM),
+    Variant("vllm-lookup", "vllm", form="copy", options=_VLLM | _VLLM_LOOKUP),
     Variant("llamacpp", "llamacpp", form="gguf-bf16", options=_LLAMACPP),
-    Variant("transformers", "transformers", form="copy", options={"batching": "static"}, tests=("w1", "w2", "w3")),
+    # With many streams it takes 1.7 times as long as without, which is not the best peer either.
+    Variant("llamacpp-lookup", "llamacpp", form="gguf-bf16", options=_LLAMACPP | _LLAMACPP_LOOKUP, tests=_ONE_STREAM),
+    Variant("transformers", "transformers", form="copy", options=_STATIC, tests=("w1", "w2", "w3")),
+    # It drafts for one sequence only, and not with continuous batching.
+    Variant(
+        "transformers-lookup",
+        "transformers",
+        form="copy",
+        options=_STATIC | _TRANSFORMERS_LOOKUP,
+        tests=_ONE_STREAM,
+    ),
     Variant("transformers-continuous", "transformers", form="copy", options=_LIMITS | {"batching": "continuous"}),
     Variant(
         "pagewire-int8",
@@ -66,8 +87,22 @@ VARIANTS = (
         tests=_ONE_STREAM,
     ),
     Variant("openvino-int8", "openvino", Precision.QUANTIZED, "openvino-int8", _LIMITS, _ONE_STREAM),
+    Variant(
+        "openvino-int8-lookup",
+        "openvino",
+        Precision.QUANTIZED,
+        "openvino-int8",
+        _LIMITS | _OPENVINO_LOOKUP,
+        _ONE_STREAM,
+    ),
     Variant("llamacpp-q8_0", "llamacpp", Precision.QUANTIZED, "gguf-q8_0", _LLAMACPP, _ONE_STREAM),
+    Variant(
+        "llamacpp-q8_0-lookup", "llamacpp", Precision.QUANTIZED, "gguf-q8_0", _LLAMACPP | _LLAMACPP_LOOKUP, _ONE_STREAM
+    ),
     Variant("llamacpp-q4_1", "llamacpp", Precision.QUANTIZED, "gguf-q4_1", _LLAMACPP, _ONE_STREAM),
+    Variant(
+        "llamacpp-q4_1-lookup", "llamacpp", Precision.QUANTIZED, "gguf-q4_1", _LLAMACPP | _LLAMACPP_LOOKUP, _ONE_STREAM
+    ),
 )
 
 

@@ -1,6 +1,7 @@
 """llama.cpp's own server, over its HTTP API.
 
-Options: "server", its program; "kv_tokens", room of the KV cache that all slots share; "slots".
+Options: "server", its program; "kv_tokens", room of the KV cache that all slots share; "slots"; "lookup", flags of the
+server for drafts from the prompt and the answer so far, if any.
 """
 
 import asyncio
@@ -30,6 +31,8 @@ class LlamaCpp:
         command = [options["server"], "--model", model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--threads", threads, "--threads-batch", threads, "--ctx-size", str(options["kv_tokens"])]
         command += ["--parallel", str(options["slots"]), "--kv-unified"]
+        for flag, value in options.get("lookup", {}).items():
+            command += [f"--{flag}", str(value)]
         self._runner = asyncio.Runner()
         self.started_at = time.monotonic()
         # It writes where this process writes, and gets no line of the driver's input.

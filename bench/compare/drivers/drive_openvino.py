@@ -1,6 +1,7 @@
 """OpenVINO GenAI's continuous batching pipeline, stepped by hand.
 
-Options: "kv_gib", size of the KV cache; "max_num_seqs", "max_num_batched_tokens".
+Options: "kv_gib", size of the KV cache; "max_num_seqs", "max_num_batched_tokens"; "lookup", fields of its
+GenerationConfig for drafts from the prompt and the answer so far, if any.
 """
 
 import os
@@ -26,8 +27,10 @@ class OpenVino:
         scheduler.max_num_batched_tokens = options["max_num_batched_tokens"]
         scheduler.enable_prefix_caching = True
         scheduler.dynamic_split_fuse = True
+        self._lookup: dict[str, Any] = options.get("lookup", {})
+        properties = {"prompt_lookup": True} if self._lookup else {}
         self.pids = [os.getpid()]
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", {})
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         self._num_requests = 0
 
     def play(self, requests: list[Request]) -> None:
@@ -39,6 +42,8 @@ class OpenVino:
             generation.max_new_tokens = request.max_tokens
             generation.ignore_eos = True
             generation.do_sample = False
+            for name, value in self._lookup.items():
+                setattr(generation, name, value)
             prompt = openvino.Tensor(np.array([request.token_ids], dtype=np.int64))
             handles[index] = self._pipeline.add_request(self._num_requests, prompt, generation)
             self._num_requests += 1

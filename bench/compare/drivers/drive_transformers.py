@@ -1,7 +1,8 @@
 """transformers, static or with continuous batching.
 
 Options: "batching", "static" or "continuous"; for the latter "kv_gib", size of the KV cache, and
-"max_num_batched_tokens".
+"max_num_batched_tokens"; for the former "lookup", arguments of `generate()` for drafts from the prompt and the answer
+so far, if any: it drafts for one sequence only, so requests then run one after the other.
 """
 
 import os
@@ -34,20 +35,26 @@ class Static:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.pids = [os.getpid()]
         self._model = _load(model, "sdpa")
+        self._lookup: dict[str, Any] = options.get("lookup", {})
 
     def play(self, requests: list[Request]) -> None:
-        """Runs all as one batch, at once."""
+        """Runs all as one batch, at once, or each by itself."""
         assert all(request.at == 0 for request in requests), "a static batch has no arrivals"
+        started = time.perf_counter()
+        for batch in [[request] for request in requests] if self._lookup else [requests]:
+            self._generate(batch, started)
+
+    def _generate(self, requests: list[Request], started: float) -> None:
         length = max(len(request.token_ids) for request in requests)
         pads = [length - len(request.token_ids) for request in requests]
         ids = torch.tensor([[0] * pad + r.token_ids for pad, r in zip(pads, requests, strict=True)])
         mask = torch.tensor([[0] * pad + [1] * (length - pad) for pad in pads])
         count = max(request.max_tokens for request in requests)
         times: list[float] = []
-        started = time.perf_counter()
 
         def note(input_ids: torch.Tensor, scores: object, **others: object) -> torch.Tensor:
-            times.append(time.perf_counter() - started)
+            num_new = input_ids.shape[1] - length - len(times)
+            times.extend([time.perf_counter() - started] * num_new)
             return torch.zeros(len(requests), dtype=torch.bool)
 
         with torch.inference_mode():
@@ -59,6 +66,7 @@ class Static:
                 do_sample=False,
                 pad_token_id=0,
                 stopping_criteria=[note],
+                **self._lookup,
             )
         for request, output in zip(requests, outputs.tolist(), strict=True):
             request.times = times[: request.max_tokens]
