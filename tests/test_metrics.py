@@ -75,7 +75,7 @@ async def scraped_plane(worker: FakeWorker | None = None, **scheduler_options):
 
 
 async def test_one_request_is_told_of_by_both_services():
-    async with scraped_plane() as (plane, scrapes):
+    async with scraped_plane(num_speculative_tokens=0) as (plane, scrapes):
         await plane.generation.Complete(request("hello", max_tokens=9))
         router = await scrapes.values(scrapes.router)
         for name in ("pagewire_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"):
@@ -112,6 +112,18 @@ async def test_one_request_is_told_of_by_both_services():
             "pagewire_worker_connected": 1,
         }
         assert {name: scheduler[name,] for name in facts} == facts
+        assert ("pagewire_draft_tokens_total",) not in scheduler, "nothing is drafted here"
+
+
+async def test_what_is_computed_ahead_is_told_of_and_how_much_of_it_was_right():
+    async with scraped_plane(FakeWorker(lambda index, position: 7 + position % 2)) as (plane, scrapes):
+        await plane.generation.Complete(request("hello", max_tokens=20))
+        scheduler = await scrapes.values(scrapes.scheduler)
+        drafted, accepted = (scheduler[f"pagewire_{name}_tokens_total",] for name in ("draft", "accepted_draft"))
+        assert scheduler["pagewire_generation_tokens_total",] == 20
+        assert scheduler["pagewire_step_seconds_count",] == 20 - accepted
+        assert 10 < accepted <= drafted == scheduler["vllm:spec_decode_num_draft_tokens_total",]
+        assert accepted == scheduler["vllm:spec_decode_num_accepted_tokens_total",]
 
 
 async def test_a_repeated_prompt_counts_as_cached():

@@ -28,8 +28,9 @@ MIB = 1 << 20
 
 @pytest.fixture
 def running() -> Iterator[Cluster]:
-    # A step takes a while, so that what an undisturbed stream waits for is the step, on a busy machine too.
-    with cluster("--write-stall-s", str(STALL_S), step_ms=2) as running:
+    # A step takes a while, so that an undisturbed stream waits for that, on a busy machine too; and gives it one token.
+    options = ("--num-speculative-tokens", "0")
+    with cluster("--write-stall-s", str(STALL_S), scheduler_options=options, step_ms=2) as running:
         yield running
 
 

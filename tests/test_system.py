@@ -33,7 +33,7 @@ async def test_text_streams_while_it_is_computed(running):
         assert state.num_running == 1, "the first text is here and the last token is not computed"
         rest = [message async for message in messages]
         assert rest[-1].usage.completion_tokens == 200
-        assert len(rest) > 100
+        assert len(rest) > 50, "tokens that were guessed right come together"
 
 
 async def test_sixty_four_streams_of_one_client_all_finish(running):

@@ -19,7 +19,7 @@ STALL_S = 0.25
 
 async def test_a_step_that_does_not_come_back_is_told_to_watchers_and_what_comes_waits():
     worker = FakeWorker()
-    async with control_plane(worker, health_stall_s=STALL_S) as plane:
+    async with control_plane(worker, health_stall_s=STALL_S, num_speculative_tokens=0) as plane:
         watch = HealthStub(plane.channel).Watch(HealthCheckRequest())
         assert (await watch.read()).status == HealthCheckResponse.SERVING
         worker.gate.clear()
