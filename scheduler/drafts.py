@@ -27,8 +27,8 @@ from array import array
 from scheduler.block_manager import BlockManager
 from scheduler.plan import Plan, Row
 
-# H above, as two cores of a CPU have it; a GPU has several times as much.
-_NUM_BALANCED_ROWS = 16
+# H above. Two cores of a CPU have 16 to 24, and a GPU many more; less allows for text that repeats itself less.
+_NUM_BALANCED_ROWS = 12
 # A match counts as no longer than this.
 _LONGEST_MATCH = 16
 # So many tokens back it is looked for, which takes microseconds.

@@ -291,9 +291,11 @@ def test_peers_name_all_their_variants_and_variants_themselves():
     names = [each.name for each in select([OURS, "openvino"], ["w1", "w2"])]
     assert names == [
         OURS,
+        "pagewire-plain",
         "openvino",
         "openvino-lookup",
         "pagewire-int8",
+        "pagewire-int8-plain",
         "openvino-int8",
         "openvino-int8-lookup",
     ]

@@ -47,6 +47,7 @@ class Variant:
 
 
 _ONE_STREAM = ("w1",)
+_INT8, _NO_LOOKUP = "worker.quantization=int8", "scheduler.num-speculative-tokens=0"
 _VLLM = _LIMITS | {"max_model_len": 2048}
 _LLAMACPP = {"kv_tokens": 32768, "slots": 32}
 _STATIC = {"batching": "static"}
@@ -62,6 +63,8 @@ VARIANTS = (
     # test holds, but for a w4 that comes faster than it is served; what is beyond waits or is preempted. The prefix
     # cache would fill a larger pool too, with what nobody asks for again.
     Variant("pagewire", OURS, options={"settings": []}),
+    # Ours looks up by default, so it is what leaves it out that has a name.
+    Variant("pagewire-plain", OURS, options={"settings": [_NO_LOOKUP]}),
     Variant("openvino", "openvino", form="openvino-bf16", options=_LIMITS),
     Variant("openvino-lookup", "openvino", form="openvino-bf16", options=_LIMITS | _OPENVINO_LOOKUP),
     Variant("vllm", "vllm", form="copy", options=_VLLM),
@@ -83,7 +86,14 @@ VARIANTS = (
         "pagewire-int8",
         OURS,
         Precision.QUANTIZED,
-        options={"settings": ["worker.quantization=int8"]},
+        options={"settings": [_INT8]},
+        tests=_ONE_STREAM,
+    ),
+    Variant(
+        "pagewire-int8-plain",
+        OURS,
+        Precision.QUANTIZED,
+        options={"settings": [_INT8, _NO_LOOKUP]},
         tests=_ONE_STREAM,
     ),
     Variant("openvino-int8", "openvino", Precision.QUANTIZED, "openvino-int8", _LIMITS, _ONE_STREAM),
