@@ -14,14 +14,14 @@ row of a draft that is right has the context that it would have had in a step of
 by seed, sequence and position, is the same. The row of a wrong one leaves KV in slots behind the sequence's computed
 tokens, which are written again before anything reads them, in blocks that nobody shares and no prefix can be found in.
 
-HOW MANY. In text that repeats itself at all lengths, of the matches of n tokens a share of (n - 1) / (n - 1 + k) go on
-for k tokens more: so it is within a few hundredths in answers of small models, and for the shorter matches in prose. In
+HOW MANY. Text repeats itself at all lengths. So of the places that match the last n tokens, a share of m / (m + k) or
+so match k tokens more, with m = n - 3/4: in answers of small models within a tenth, and for short matches in prose. In
 a step of N rows one more costs 1 / (N + H) of it, H being how many rows take as long to compute as a step takes without
-any; a token is worth 1 / N. So the k-th drafted token pays as long as (n - 1) / (n - 1 + k) is over N / (N + H), which
-is as long as k is less than (n - 1) H / N: many tokens for a long match in a small step, none for a short one in a
-large step.
+any; a token is worth 1 / N of it. So the k-th drafted token pays as long as m / (m + k) is over N / (N + H), which is
+as long as k is less than m H / N: many tokens for a long match in a small step, none for a short one in a large step.
 """
 
+import math
 from array import array
 
 from scheduler.block_manager import BlockManager
@@ -29,6 +29,8 @@ from scheduler.plan import Plan, Row
 
 # H above. Two cores of a CPU have 16 to 24, and a GPU many more; less allows for text that repeats itself less.
 _NUM_BALANCED_ROWS = 12
+# What m is short of n by.
+_SHORT_BY = 0.75
 # A match counts as no longer than this.
 _LONGEST_MATCH = 16
 # So many tokens back it is looked for, which takes microseconds.
@@ -47,14 +49,14 @@ def add_drafts(plan: Plan, most: int, num_tokens_left: int, num_blocks_left: int
         blocks: where the sequences have theirs.
     """
     num_rows = plan.num_tokens
-    least = 1 - -num_rows // _NUM_BALANCED_ROWS  # a match of less is worth nothing
+    least = math.ceil(num_rows / _NUM_BALANCED_ROWS + _SHORT_BY)  # a match of less is worth nothing
     for row in plan.rows[:] if least <= _LONGEST_MATCH else ():
         group, sequence, start = row.group, row.sequence, row.sequence.num_tokens
         num_wanted = min(most, num_tokens_left, group.max_tokens - len(sequence.output_token_ids) - 1)
         if num_wanted < 1 or len(row.samples) != 1 or not group.can_be_drafted_for:
             continue
         match_length, tokens = look_up(group.token_ids(sequence, max(0, start - _WINDOW), start), least)
-        num_drafts = min(num_wanted, (match_length - 1) * _NUM_BALANCED_ROWS // num_rows)
+        num_drafts = min(num_wanted, int((match_length - _SHORT_BY) * _NUM_BALANCED_ROWS / num_rows))
         num_blocks = blocks.num_blocks_for(start + num_drafts) - len(sequence.block_table)
         if num_blocks > num_blocks_left:
             num_drafts = len(sequence.block_table) * blocks.block_size - start
