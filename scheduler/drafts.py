@@ -27,12 +27,13 @@ from array import array
 from scheduler.block_manager import BlockManager
 from scheduler.plan import Plan, Row
 
-# H above. Two cores of a CPU have 16 to 24, and a GPU many more; less allows for text that repeats itself less.
-_NUM_BALANCED_ROWS = 12
+# H above. Two cores of a CPU have 16 and more, and a GPU has many more. Half of that allows for text that repeats
+# itself less, such as is drawn at a high temperature.
+_NUM_BALANCED_ROWS = 8
 # What m is short of n by.
 _SHORT_BY = 0.75
 # A match counts as no longer than this.
-_LONGEST_MATCH = 16
+_LONGEST_MATCH = 32
 # So many tokens back it is looked for, which takes microseconds.
 _WINDOW = 8192
 _TOKEN_BYTES = 4
