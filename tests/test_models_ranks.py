@@ -95,6 +95,14 @@ def test_a_stage_has_no_memory_for_the_vectors_of_tokens_that_it_does_not_look_a
     assert (first, middle, last) == ((False, True), (True, True), (True, False))
 
 
+@pytest.mark.parametrize("checkpoint", ["qwen2, tied"], indirect=True)
+def test_what_a_head_has_packed_is_not_kept_for_an_embedding_at_another_stage(checkpoint):
+    with ThreadRunner(checkpoint, 1, 2) as ranks:
+        last, first = ranks.models
+    assert last.embedding.weight is last.head.weight  # and that is let go where it has been packed
+    assert len(first.embedding.weight) == 97
+
+
 @pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
 def test_a_step_without_tokens_is_not_timed_from_the_hidden_states_of_the_one_before(checkpoint):
     with ThreadRunner(checkpoint, 1, 2) as ranks:

@@ -199,10 +199,13 @@ def ranks_of(front):
     return [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_ranks_die_with_a_front_that_is_killed(checkpoint, tmp_path):
+def test_ranks_die_with_a_front_that_is_killed_and_leave_no_file_behind(checkpoint, tmp_path):
     address = f"unix:{tmp_path}/worker"
     flags = ["--model", checkpoint, "--listen", address, "--tensor-parallel-size", "2", "--num-gpu-blocks", "8"]
-    front = subprocess.Popen([sys.executable, "-m", "worker", *map(str, flags)], stderr=subprocess.PIPE, text=True)
+    (temporary := tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "worker", *map(str, flags)]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    front = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         asyncio.run(until_serving(address))
         ranks = ranks_of(front.pid)
@@ -213,6 +216,7 @@ def test_ranks_die_with_a_front_that_is_killed(checkpoint, tmp_path):
     _, log = front.communicate(timeout=20)
     assert "executor: mp, since all ranks have room on this host" in log
     assert "worker/1" in log
+    assert list(temporary.iterdir()) == []
     for pid in ranks:  # a zombie, perhaps, of whoever reaps it
         stat = Path(f"/proc/{pid}/stat")
         assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -43,6 +45,27 @@ def test_a_message_that_never_fits_is_refused_and_the_next_one_goes_through():
         writer.write(bytes(11))
     writer.write(b"next")
     assert reader.read() == b"next"
+
+
+COUNTING = """
+import mmap, os
+from worker.executor.ring import _counters
+counters, end = _counters(mmap.mmap(-1, 64), 56), 257 * 500_000
+if os.fork() == 0:
+    while counters[0] < end:
+        counters[0] += 257
+    os._exit(0)
+last = 0
+while last < end:
+    seen = counters[0]
+    assert seen % 257 == 0 and seen >= last, (seen, last)
+    last = seen
+"""
+
+
+def test_how_far_a_reader_has_read_is_seen_whole():
+    """In threads it would be anyway. In a process of its own, since nothing may fork beside torch's threads."""
+    subprocess.run([sys.executable, "-c", COUNTING], check=True, timeout=30)
 
 
 def test_a_reader_notices_that_the_writer_is_gone():

@@ -14,7 +14,7 @@ import pytest
 from worker_fakes import GREEDY, Row, step, tiny_checkpoint, tokens
 
 from protos.rpc import Server, Service, dial, wait_for_serving
-from protos.worker_pb2 import DESCRIPTOR, GetInfoRequest
+from protos.worker_pb2 import DESCRIPTOR, GetInfoRequest, GetInfoResponse
 from protos.worker_pb2_grpc import WorkerServiceStub, add_WorkerServiceServicer_to_server
 from worker.config import WorkerSettings
 from worker.executor.uni import UniExecutor
@@ -90,6 +90,26 @@ async def test_info_is_unavailable_until_the_model_is_loaded_and_then_says_what_
     assert info.kv_cache_note == "32 blocks of 4 tokens (128) in float32, 0.0312 MiB: as told by --num-gpu-blocks"
     assert info.max_num_batched_tokens == 2048
     assert info.swap_ms_per_block > 0
+
+
+async def test_a_stream_that_comes_while_the_model_loads_does_not_make_of_that_a_step_that_hangs():
+    service, released = WorkerService(Observer(), hang_timeout_s=0.05), threading.Event()
+
+    class Loading:
+        def load(self, on_lost):
+            assert released.wait(timeout=20)
+            return GetInfoResponse()
+
+    loading = asyncio.ensure_future(service.load(Loading()))
+    async with serving(service) as channel:
+        stream = WorkerServiceStub(channel).Execute()
+        await stream.write(prompt(0))
+        assert await code_of(stream.read()) == grpc.StatusCode.UNAVAILABLE
+    if service._ending:
+        await asyncio.wait(service._ending)
+    released.set()
+    await loading
+    assert not service.device_lost.is_set()
 
 
 @pytest.mark.parametrize("swap_bytes, num_cpu_blocks", [(None, 32), (0, 0), (1023, 0), (1 << 20, 1024)])
@@ -276,29 +296,36 @@ class SlowDevice:
         self._launch = runner.launch
         self._ended = [threading.Event() for _ in range(4)]
         self.launched = [asyncio.Event() for _ in range(4)]
-        self.failing = set()
+        self.failing, self.waited_for = set(), []
         monkeypatch.setattr(runner, "launch", self.launch)
 
     def launch(self, request):
         self._loop.call_soon_threadsafe(self.launched[request.step_id].set)
-        return StepOnSlowDevice(self._launch(request), self._ended[request.step_id], request.step_id in self.failing)
+        return StepOnSlowDevice(self, request.step_id, self._launch(request))
+
+    def wait(self, step_id):
+        assert self._ended[step_id].wait(timeout=20)
+        self.waited_for.append(step_id)
+        if step_id in self.failing:
+            raise RuntimeError("the device says no")
+
+    def has_ended(self, step_id):
+        return self._ended[step_id].is_set()
 
     def end(self, step_id):
         self._ended[step_id].set()
 
 
 class StepOnSlowDevice:
-    def __init__(self, step, ended, fails):
-        self._step, self._ended, self._fails = step, ended, fails
+    def __init__(self, device, step_id, step):
+        self._device, self._step_id, self._step = device, step_id, step
 
     @property
     def is_finished(self):
-        return self._ended.is_set()
+        return self._device.has_ended(self._step_id)
 
     def result(self):
-        assert self._ended.wait(timeout=20)
-        if self._fails:
-            raise RuntimeError("the device says no")
+        self._device.wait(self._step_id)
         return self._step.result()
 
 
@@ -320,6 +347,23 @@ async def test_a_step_is_launched_while_the_device_is_at_the_one_before_and_a_th
         device.end(2)
         assert [(await stream.read()).step_id for _ in range(2)] == [1, 2]
     stream.cancel()
+
+
+async def test_a_worker_is_there_again_when_the_device_is_at_no_step_of_a_stream_that_was_left(worker, monkeypatch):
+    stub, service, epoch = worker
+    device = SlowDevice(service._executor._loaded.runner, monkeypatch)
+    stream = stub.Execute()
+    async with asyncio.timeout(20):
+        await stream.write(prompt(epoch))
+        await stream.write(decode(epoch, 1))
+        await device.launched[1].wait()
+        stream.cancel()
+        while not service._ending:
+            await asyncio.sleep(0)
+        device.end(0)
+        device.end(1)
+        await stub.GetInfo(GetInfoRequest())
+    assert device.waited_for == [0, 1]
 
 
 async def test_a_step_that_fails_on_the_device_takes_those_behind_it_along(worker, monkeypatch, caplog):

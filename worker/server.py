@@ -122,6 +122,7 @@ class WorkerService(WorkerServiceServicer):
 
         Where several run at once, one more than these is read.
         """
+        self._require_loaded()  # or the load would be taken for a step that hangs, once this stream has ended
         call = _Call()
         self._calls.add(call)
         room = asyncio.Semaphore(1 + max(1, self._info.num_concurrent_steps))
@@ -193,12 +194,9 @@ class WorkerService(WorkerServiceServicer):
                 self._results.submit(self._wait, job, step)
 
     def _wait(self, job: _Job, step: Answer) -> None:
-        """On the thread of the results."""
+        """On the thread of the results. Whether anybody reads the answer or not, the step is waited for."""
         with self._failures_of(job):
-            if job.call.broken:
-                job.give(ExecuteModelResponse())  # nobody reads it
-            else:
-                self._give(job, step)
+            self._give(job, step)
 
     def _give(self, job: _Job, step: Answer) -> None:
         response = step.result()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
+from operator import methodcaller
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -73,8 +74,8 @@ class MpExecutor:
             told, tell = context.Pipe(duplex=False)
             place = Place(rank, tensor_size, num_stages)
             start = _Start(self._settings.model_dump_json(), place, self._store.port, os.getpid())
-            descriptors = [DupFd(self._steps.descriptor), DupFd(meetings[place.stage])]
-            arguments = (start, descriptors, places, tell)
+            steps, meeting = _Descriptor(self._steps.descriptor), _Descriptor(meetings[place.stage])
+            arguments = (start, steps, meeting, places, tell)
             process = context.Process(target=_run, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             places.close()
@@ -193,7 +194,18 @@ class _Start:
     front: int
 
 
-def _run(start: _Start, descriptors: list[Any], places: Connection, tell: Connection) -> None:
+@dataclass(frozen=True, slots=True)
+class _Descriptor:
+    """A file descriptor for a process that is being spawned, which gets the number of its own instead."""
+
+    number: int
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
+        """It is inherited so. A `DupFd` made before that is fetched at a socket, whose folder outlives this process."""
+        return methodcaller("detach"), (DupFd(self.number),)
+
+
+def _run(start: _Start, steps: int, meeting: int, places: Connection, tell: Connection) -> None:
     """The life of a rank's process."""
     # The front ends it, and what ends the front ends it too: a signal to the group of processes is for the front alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -207,7 +219,6 @@ def _run(start: _Start, descriptors: list[Any], places: Connection, tell: Connec
     start_rank_logging(settings, start.place.rank)
     try:
         store = TCPStore(_HOST, start.port, is_master=False)
-        steps, meeting = (descriptor.detach() for descriptor in descriptors)
         rank = Rank(settings, start.place, Host(start.place.rank, start.place.size), store, meeting)
         info = rank.load()
         ring = RingReader(steps, start.place.rank, places)

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 # Pages are taken when they are first written. A step of a thousand sequences of a thousand blocks each takes 4 MiB.
 CAPACITY_BYTES = 32 << 20
 _FULL_POLL_S = 0.0005
-_COUNTER = struct.Struct("<Q")
+_COUNTER_BYTES = 8
 _PLACE = struct.Struct("<QQ")
 
 
@@ -33,8 +33,9 @@ class RingWriter:
         self._readers = readers
         self._capacity = capacity_bytes
         self.descriptor = os.memfd_create("steps")
-        os.ftruncate(self.descriptor, capacity_bytes + len(readers) * _COUNTER.size)
+        os.ftruncate(self.descriptor, capacity_bytes + len(readers) * _COUNTER_BYTES)
         self._memory = mmap.mmap(self.descriptor, 0)
+        self._read = _counters(self._memory, capacity_bytes)
         # Bytes written since the beginning, with those that were passed over at the end of the memory.
         self._written = 0
 
@@ -52,19 +53,13 @@ class RingWriter:
             start += self._capacity - start % self._capacity
         end = start + len(message)
         # Readers who have read all that was written are not told of what was passed over.
-        while end - (read := self._least_read()) > self._capacity and read < self._written:
+        while end - (read := min(self._read)) > self._capacity and read < self._written:
             time.sleep(_FULL_POLL_S)
         offset = start % self._capacity
         self._memory[offset : offset + len(message)] = message
         self._written = end
         for reader in self._readers:
             reader.send_bytes(_PLACE.pack(start, len(message)))
-
-    def _least_read(self) -> int:
-        return min(
-            _COUNTER.unpack_from(self._memory, self._capacity + index * _COUNTER.size)[0]
-            for index in range(len(self._readers))
-        )
 
 
 class RingReader:
@@ -80,6 +75,7 @@ class RingReader:
     def __init__(self, descriptor: int, index: int, places: Connection, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self._memory = mmap.mmap(descriptor, 0)
         self._capacity, self._index, self._places = capacity_bytes, index, places
+        self._read = _counters(self._memory, capacity_bytes)
 
     def read(self) -> bytes:
         """The next message, when it is there.
@@ -90,5 +86,10 @@ class RingReader:
         start, length = _PLACE.unpack(self._places.recv_bytes())
         offset = start % self._capacity
         message = self._memory[offset : offset + length]
-        _COUNTER.pack_into(self._memory, self._capacity + self._index * _COUNTER.size, start + length)
+        self._read[self._index] = start + length
         return message
+
+
+def _counters(memory: mmap.mmap, capacity_bytes: int) -> "memoryview[int]":
+    """How far each reader has read. An entry is written at once: `struct` would clear it first, and write it bytewise."""
+    return memoryview(memory)[capacity_bytes:].cast("Q")

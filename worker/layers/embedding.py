@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from kernels.choice import Operations
 from worker.layers.linear import Linear
 from worker.ranks import ALONE, Ranks
 from worker.shares import Target, part
@@ -72,10 +73,18 @@ class Head(Linear):
         self._ranks, self._share = ranks, ranks.deal(vocabulary_size)
         device = device if ranks.place.is_last else _NOWHERE
         super().__init__(size, {"lm_head": self._share}, bias=False, dtype=dtype, device=device, widened=True)
+        self._tied: Embedding | None = None
 
     def tie(self, embedding: Embedding) -> None:
-        """Takes the embedding's vectors for weights; packed, the head may have a copy of its own."""
+        """Takes the embedding's vectors for weights."""
         self.weight = embedding.weight
+        self._tied = embedding
+
+    def pack(self, operations: Operations) -> None:
+        """As `Linear.pack`; so are an embedding's vectors that only the head has a use for."""
+        super().pack(operations)
+        if self._tied is not None and not self._ranks.place.is_first:
+            self._tied.weight = self.weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_samples, size] -> [num_samples, vocabulary_size]."""
