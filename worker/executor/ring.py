@@ -91,5 +91,5 @@ class RingReader:
 
 
 def _counters(memory: mmap.mmap, capacity_bytes: int) -> "memoryview[int]":
-    """How far each reader has read. An entry is written at once: `struct` would clear it first, and write it bytewise."""
+    """How far each reader has read. An entry is written at once; `struct` would clear it, and write byte by byte."""
     return memoryview(memory)[capacity_bytes:].cast("Q")
