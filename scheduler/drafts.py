@@ -13,6 +13,7 @@ WHY NO OUTPUT CHANGES. A step writes the KV of all its rows, layer by layer, bef
 row of a draft that is right has the context that it would have had in a step of its own; and its draw, which is keyed
 by seed, sequence and position, is the same. The row of a wrong one leaves KV in slots behind the sequence's computed
 tokens, which are written again before anything reads them, in blocks that nobody shares and no prefix can be found in.
+That a kernel may round otherwise where a step has more rows is as with any other rows; those for CPUs do not.
 
 HOW MANY. Text repeats itself at all lengths. So of the places that match the last n tokens, a share of m / (m + k) or
 so match k tokens more, with m = n - 3/4: in answers of small models within a tenth, and for short matches in prose. In
