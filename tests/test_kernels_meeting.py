@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from kernels import cpu_meeting  # noqa: E402
 from kernels.cpu import CpuKernels, runnable_levels  # noqa: E402
+from worker.ranks import Place, Ranks  # noqa: E402
 
 
 def meetings(size, level=None, timeout_s=20.0):
@@ -65,6 +66,13 @@ def test_rows_of_different_sizes_stand_side_by_side(monkeypatch):
     parts = [torch.randn(9, size) for size in (5, 3, 6)]
     for got in at_all(meetings(3), lambda rank, meeting: meeting.gather(parts[rank], [5, 3, 6])):
         assert torch.equal(got, torch.cat(parts, dim=1))
+
+
+def test_ranks_that_drew_different_tokens_go_on_with_those_of_the_first():
+    def act(rank, meeting):
+        return Ranks(Place(rank, 3), meeting=meeting).agree(torch.tensor([10, 20]) + rank).tolist()
+
+    assert at_all(meetings(3), act) == [[10, 20]] * 3
 
 
 def test_who_does_not_come_is_named():

@@ -40,6 +40,13 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")
 
 
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """Of three K/V heads rank 0 of two gets one, so it has room for twice as many blocks as the other one."""
+    folder = tmp_path_factory.mktemp("tiny") / "uneven"
+    return tiny_checkpoint(folder, hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
+
+
 def settings(checkpoint, tensor=1, stages=1, *, num_blocks=32, block_size=4):
     return WorkerSettings(
         model=str(checkpoint),
@@ -82,11 +89,13 @@ def prompt(step_id=1, request_id=1):
 
 
 @pytest.mark.parametrize("tensor, stages", [(2, 1), (2, 2)])
-def test_a_few_steps_give_the_tokens_of_one_rank(checkpoint, tensor, stages):
-    alone = UniExecutor(settings(checkpoint))
+def test_a_few_steps_give_the_tokens_of_one_rank_in_as_many_blocks_as_all_have(uneven, tensor, stages):
+    alone = UniExecutor(settings(uneven))
     alone.load(lambda: None)
-    with Running(settings(checkpoint, tensor, stages)) as running:
-        assert running.info.num_blocks == 32
+    # A block of two K/V heads takes 512 bytes in each layer.
+    each = settings(uneven, tensor, stages, num_blocks=None).model_copy(update={"kv_cache_bytes": 64 << 10})
+    with Running(each) as running:
+        assert running.info.num_blocks == 64 * stages
         port = running.executor._store.port
         socket.create_connection(("127.0.0.1", port), timeout=10).close()  # where ranks may look again
         with pytest.raises(ConnectionRefusedError):

@@ -141,7 +141,7 @@ class WorkerService(WorkerServiceServicer):
             ending.add_done_callback(self._ending.discard)
 
     def leave(self) -> None:
-        """Ends the streams in order: each behind the step that runs, or now. What they do not answer is not run."""
+        """Ends streams in order: each behind the step that runs, or now. What is not launched by then is not run."""
         for call in self._calls:
             call.leaving = True
             call.steps.put_nowait(None)
