@@ -57,13 +57,11 @@ def add_drafts(plan: Plan, most: int, num_tokens_left: int, num_blocks_left: int
         if num_wanted < 1 or len(row.samples) != 1 or not group.can_be_drafted_for:
             continue
         match_length, tokens = look_up(group.token_ids(sequence, max(0, start - _WINDOW), start), least)
-        num_drafts = min(num_wanted, int((match_length - _SHORT_BY) * _NUM_BALANCED_ROWS / num_rows))
-        num_blocks = blocks.num_blocks_for(start + num_drafts) - len(sequence.block_table)
-        if num_blocks > num_blocks_left:
-            num_drafts = len(sequence.block_table) * blocks.block_size - start
-        elif num_blocks > 0:
-            blocks.append_slots(sequence, start + num_drafts)
-            num_blocks_left -= num_blocks
+        num_held = len(sequence.block_table)
+        num_slots = (num_held + num_blocks_left) * blocks.block_size - start
+        num_drafts = min(num_wanted, num_slots, int((match_length - _SHORT_BY) * _NUM_BALANCED_ROWS / num_rows))
+        blocks.append_slots(sequence, start + num_drafts)
+        num_blocks_left -= len(sequence.block_table) - num_held
         for place in range(num_drafts):
             plan.add(Row(group, sequence, start + place, 1, row.samples, draft=tokens[place % len(tokens)]))
             num_tokens_left -= 1
