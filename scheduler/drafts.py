@@ -16,10 +16,11 @@ tokens, which are written again before anything reads them, in blocks that nobod
 That a kernel may round otherwise where a step has more rows is as with any other rows; those for CPUs do not.
 
 HOW MANY. Text repeats itself at all lengths. So of the places that match the last n tokens, a share of m / (m + k) or
-so match k tokens more, with m = n - 3/4: in answers of small models within a tenth, and for short matches in prose. In
-a step of N rows one more costs 1 / (N + H) of it, H being how many rows take as long to compute as a step takes without
-any; a token is worth 1 / N of it. So the k-th drafted token pays as long as m / (m + k) is over N / (N + H), which is
-as long as k is less than m H / N: many tokens for a long match in a small step, none for a short one in a large step.
+so match k tokens more, with m = n - 3/4: about as in greedy answers of small models, while text that people wrote
+repeats itself less (docs/performance.md). In a step of N rows, drafts aside, one more costs 1 / (N + H) of it, H being
+how many rows take as long to compute as a step takes without any; a token is worth 1 / N of it. So the k-th drafted
+token pays as long as m / (m + k) is over N / (N + H), which is as long as k is less than m H / N: many tokens for a
+long match in a small step, none for a short one in a large step.
 """
 
 import math
@@ -29,7 +30,7 @@ from scheduler.block_manager import BlockManager
 from scheduler.plan import Plan, Row
 
 # H above. Two cores of a CPU have 16 and more, and a GPU has many more. Half of that allows for text that repeats
-# itself less, such as is drawn at a high temperature.
+# itself less, such as is drawn at a high temperature, and for the drafts before, which N leaves out.
 _NUM_BALANCED_ROWS = 8
 # What m is short of n by.
 _SHORT_BY = 0.75
@@ -47,7 +48,7 @@ def add_drafts(plan: Plan, most: int, num_tokens_left: int, num_blocks_left: int
         plan: with all of its other rows.
         most: tokens that are drafted for one sequence at most.
         num_tokens_left: rows that may be added.
-        num_blocks_left: free blocks that may be taken for them.
+        num_blocks_left: free blocks that may be taken for them, 0 or more.
         blocks: where the sequences have theirs.
     """
     num_rows = plan.num_tokens
@@ -58,20 +59,18 @@ def add_drafts(plan: Plan, most: int, num_tokens_left: int, num_blocks_left: int
         if num_wanted < 1 or len(row.samples) != 1 or not group.can_be_drafted_for:
             continue
         match_length, tokens = look_up(group.token_ids(sequence, max(0, start - _WINDOW), start), least)
-        num_drafts = min(num_wanted, int((match_length - _SHORT_BY) * _NUM_BALANCED_ROWS / num_rows))
-        num_blocks = blocks.num_blocks_for(start + num_drafts) - len(sequence.block_table)
-        if num_blocks > num_blocks_left:
-            num_drafts = len(sequence.block_table) * blocks.block_size - start
-        elif num_blocks > 0:
-            blocks.append_slots(sequence, start + num_drafts)
-            num_blocks_left -= num_blocks
+        num_held = len(sequence.block_table)
+        num_slots = (num_held + num_blocks_left) * blocks.block_size - start
+        num_drafts = min(num_wanted, num_slots, int((match_length - _SHORT_BY) * _NUM_BALANCED_ROWS / num_rows))
+        blocks.append_slots(sequence, start + num_drafts)
+        num_blocks_left -= len(sequence.block_table) - num_held
         for place in range(num_drafts):
             plan.add(Row(group, sequence, start + place, 1, row.samples, draft=tokens[place % len(tokens)]))
             num_tokens_left -= 1
 
 
 def look_up(token_ids: "array[int]", least: int) -> tuple[int, "array[int]"]:
-    """The place before where the last tokens stand too: the longest such run there is, as far as halving finds it.
+    """The place before where the last tokens stand too, in the longest run that doubling its length comes upon.
 
     Args:
         token_ids: of a sequence.

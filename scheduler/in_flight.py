@@ -4,7 +4,8 @@ What is planned counts as done: a row's tokens are computed from its plan on (`n
 samples is there (`num_expected_tokens`), so that the next step can be planned behind it. The id of such a token is the
 worker's to know; on the wire it is -1. What has to be known is not counted on: the tokens of beams, which only the
 search chooses, and a sequence's last one, behind which nothing is computed; and no token at all where the worker works
-at several steps at once (`lanes.py`), since it would have to end one of them before it could begin the next.
+at several steps at once (`lanes.py`), since it would have to end one of them before it could begin the next. Nor are
+drafts (`drafts.py`): the tokens of those that were right count as computed from the answer on.
 
 WHY THIS IS SAFE. What the worker computes is as if it ran steps strictly in the order of their plans, and of each step
 the swaps out, the swaps in and the copies before the forward. So it is enough that each plan is right when those before
@@ -28,7 +29,7 @@ token, no later step is planned on. Chunks of one prompt may follow each other: 
    swapped out too. A preempted group does not come back before the steps that were in flight then are answered: it is
    planned with all that it has, and with the beams that its search chose meanwhile.
 6. A sequence that ended, by a stop id that was in flight, by the router or by an abort, takes nothing any more. What a
-   step in flight computes for it is the KV of a token that it did sample, in a block of case 1.
+   step in flight computes for it is the KV of a token that it did sample, or of a draft, in a block of case 1.
 7. The worker forgets a request by a plan that is made after the request's end, hence behind all of its rows. What it
    notes of outputs for penalties it notes in the order of the steps, each token at its place.
 8. A lost worker takes all steps in flight with it. Nothing is expected any more then, and all is computed again from

@@ -294,7 +294,7 @@ class Scheduler:
         if plan.rows:
             if self.policy.num_speculative_tokens and not self.suspects:
                 num_tokens_left = self._budget - plan.num_tokens
-                num_blocks_left = self.blocks.num_free - self.num_reserved()
+                num_blocks_left = max(0, self.blocks.num_free - self.num_reserved())
                 add_drafts(plan, self.policy.num_speculative_tokens, num_tokens_left, num_blocks_left, self.blocks)
             self.in_flight.add(plan)
             plan.blocks_to_swap_out = self.blocks.take_swapped_out()

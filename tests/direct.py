@@ -44,6 +44,7 @@ class Deployment:
         self.core = Scheduler(Policy(budget, **options), BlockManager(num_blocks, 16, num_swap_blocks))
         self.core.set_num_concurrent_steps(num_concurrent_steps)
         self.max_num_held = 0
+        self.num_accepted = 0
         self._steps: deque[tuple[Plan, Answer]] = deque()
 
     def submit(self, place: int, prompt: list[int], n=1, beam: BeamParams | None = None, **sampling) -> SequenceGroup:
@@ -70,6 +71,6 @@ class Deployment:
             oldest, answer = self._steps.popleft()
             response = answer.result()
             assert not response.failed_samples
-            self.core.update(oldest, to_result(response))
+            self.num_accepted += self.core.update(oldest, to_result(response)).num_accepted
             self.core.check()
         self.max_num_held = max(self.max_num_held, self.core.blocks.num_held)

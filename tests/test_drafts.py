@@ -140,6 +140,15 @@ def test_guesses_take_no_block_that_is_kept_for_others(num_blocks, watermark, dr
     assert len(drafts(core.schedule(0.0))) == drafted, "in the second block one slot is left"
 
 
+@pytest.mark.parametrize(("prompt", "drafted"), [([*range(20, 28), 5, 6, 7, 8], [(13, 7)]), (list(range(20, 32)), [])])
+def test_where_what_runs_has_grown_into_the_reserve_no_more_is_guessed_than_elsewhere(prompt, drafted):
+    core = drafting(num_blocks=5, watermark=0.9)
+    begun(core, prompt, 6, max_tokens=3)
+    plan = core.schedule(0.0)
+    assert core.blocks.num_free < core.num_reserved()
+    assert drafts(plan) == drafted, "the block has three slots left, and one guess may count"
+
+
 def test_in_a_larger_step_only_a_longer_match_is_worth_a_guess():
     core = drafting(max_num_seqs=40, budget=400, num_blocks=400)
     short, long = [*range(5, 10), 1, *range(5, 10)], [*range(20, 30), 1, *range(20, 30)]

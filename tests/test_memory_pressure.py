@@ -105,13 +105,17 @@ def test_a_tenth_of_the_blocks_changes_no_token(weights, tokenizer, ample, steps
     assert deployment.core.num_swap_outs == 0
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_swapping_changes_no_token(weights, tokenizer, ample, depth):
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param({}, marks=pytest.mark.long), {"max_steps_in_flight": 2}, {"num_speculative_tokens": 8}],
+)
+def test_swapping_changes_no_token(weights, tokenizer, ample, steps):
     expected, num_blocks = ample
-    options = {"preemption_mode": PreemptionMode.SWAP, "max_steps_in_flight": depth}
+    options = {"preemption_mode": PreemptionMode.SWAP, **steps}
     deployment = start(weights, num_blocks=num_blocks // 10, num_swap_blocks=num_blocks, **options)
     assert answers(deployment, tokenizer) == expected
     assert deployment.core.num_swap_outs == deployment.core.num_swap_ins > 0
+    assert bool(deployment.num_accepted) == bool(steps.get("num_speculative_tokens"))
 
 
 def test_computing_every_prefix_anew_changes_no_token(weights, tokenizer, ample):

@@ -47,7 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(PreemptionMode),
         chunked_prefill=st.booleans(),
         prefix_caching=st.booleans(),
-        watermark=st.sampled_from([0.0, 0.1]),
+        watermark=st.sampled_from([0.0, 0.1, 0.5]),
         max_steps_in_flight=st.sampled_from([1, 1, 1, 2, 2, 3]),
         num_concurrent_steps=st.sampled_from([1, 1, 2, 3]),
         num_speculative_tokens=st.sampled_from([0, 1, 5]),
