@@ -12,10 +12,11 @@ from scheduler.sequence import Sequence, SequenceGroup, Status
 
 
 class Decoder:
-    """Takes tokens to the groups in `queues`."""
+    """Takes tokens to the groups in `queues`; `cached`: whether others can find the blocks that they fill."""
 
-    def __init__(self, queues: Queues) -> None:
+    def __init__(self, queues: Queues, *, cached: bool) -> None:
         self._queues = queues
+        self._cached = cached
 
     def decode(self, plan: Plan, result: StepResult) -> StepOutputs:
         """All rows of a step, wherever their groups are by now; sequences that have ended are passed over."""
@@ -84,6 +85,8 @@ class Decoder:
             return False
         if sequence.status is Status.RUNNING:  # of others it is computed again, like all that comes late
             sequence.num_computed_tokens = row.start + 1
+            if self._cached:
+                self._queues.blocks.remember(row.group, sequence, row.start + 1)
         self._queues.waiting.charge([row.group])
         outputs.num_accepted += 1
         return True

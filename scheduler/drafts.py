@@ -36,6 +36,8 @@ _NUM_BALANCED_ROWS = 8
 _SHORT_BY = 0.75
 # A match counts as no longer than this.
 _LONGEST_MATCH = 32
+# Of a step with drafts: for logits of so many a worker has room in any case (worker/cache_size.py).
+_MOST_ROWS = 256
 # So many tokens back it is looked for, which takes microseconds.
 _WINDOW = 8192
 _TOKEN_BYTES = 4
@@ -52,6 +54,7 @@ def add_drafts(plan: Plan, most: int, num_tokens_left: int, num_blocks_left: int
         blocks: where the sequences have theirs.
     """
     num_rows = plan.num_tokens
+    num_tokens_left = min(num_tokens_left, _MOST_ROWS - num_rows)
     least = math.ceil(num_rows / _NUM_BALANCED_ROWS + _SHORT_BY)  # a match of less is worth nothing
     for row in plan.rows[:] if least <= _LONGEST_MATCH else ():
         group, sequence, start = row.group, row.sequence, row.sequence.num_tokens

@@ -68,7 +68,7 @@ class Scheduler:
         self.num_found_tokens = 0
         self.in_flight = StepsInFlight(policy.max_steps_in_flight)
         self.suspects = Suspects(policy.max_failed_steps, self.queues, self.in_flight)
-        self._decoder = Decoder(self.queues)
+        self._decoder = Decoder(self.queues, cached=policy.prefix_caching)
         self._deadlines = Deadlines()
         self._numbers = itertools.count(1)
         self._blocked: Blocked | None = None

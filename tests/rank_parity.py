@@ -28,7 +28,8 @@ def main(kind: str, tensor_size: int, num_stages: int, num_blocks: int, model: s
         follow(settings)
     executor = make_executor(settings)
     info = executor.load(lambda: os._exit(1))
-    deployment = Deployment(executor.launch, num_blocks, num_concurrent_steps=max(1, info.num_concurrent_steps))
+    steps = {"num_concurrent_steps": max(1, info.num_concurrent_steps), "num_speculative_tokens": 0 if kind == "uni" else 8}
+    deployment = Deployment(executor.launch, num_blocks, **steps)
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = [PROMPTS[place % len(PROMPTS)] for place in range(NUM_REQUESTS)]
     shared = "\n".join(PROMPTS[:5])
@@ -41,6 +42,7 @@ def main(kind: str, tensor_size: int, num_stages: int, num_blocks: int, model: s
         "num_preemptions": deployment.core.num_preemptions,
         "num_found_tokens": deployment.core.num_found_tokens,
         "max_num_held": deployment.max_num_held,
+        "num_accepted": deployment.num_accepted,
     }
     file.write_text(json.dumps(outcome))
     os._exit(0)  # ranks end with this process

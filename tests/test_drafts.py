@@ -284,6 +284,17 @@ def test_a_group_that_is_preempted_while_its_guesses_run_keeps_what_was_right(mo
     assert (again.start, again.num_new_tokens) == (first, 11 - first)
 
 
+@pytest.mark.parametrize("num_speculative_tokens", [0, 4])
+def test_blocks_that_right_guesses_fill_are_found_again(num_speculative_tokens):
+    core = drafting(num_speculative_tokens=num_speculative_tokens, prefix_caching=True)
+    group = submit(core, [5, 6, 7, 5], max_tokens=9)
+    while core.num_live:
+        plan = core.schedule(0.0)
+        answer(core, plan, *[5 + (row.start + row.num_new_tokens) % 3 for row in plan.rows])
+    tokens = group.prompt_token_ids + array("i", [*output(group), 0])
+    assert len(core.blocks.match(tokens, "")) == 3, "all but the last token have their KV in 12 slots"
+
+
 @pytest.mark.parametrize("num_lanes", [1, 2])
 def test_outputs_are_the_same_whatever_is_guessed(num_lanes):
     source = random.Random(3)

@@ -38,4 +38,5 @@ def test_ranks_say_what_one_says_though_blocks_are_few(kind, tensor_size, num_st
     found = outcome_of(kind, tensor_size, num_stages, one_rank["max_num_held"] // 5, model_dir, tmp_path)
     assert found["tokens"] == one_rank["tokens"]
     assert found["num_preemptions"] > 0
+    assert found["num_accepted"] > one_rank["num_accepted"] == 0
     assert found["num_found_tokens"] > 0

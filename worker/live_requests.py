@@ -153,7 +153,8 @@ class LiveRequests:
     def places_to_write(self, step: Step) -> tuple[list[int], list[int]]:
         """The samples that are kept, by index, and a place for each.
 
-        Candidates are not: which of them goes on, and as which sequence, only the scheduler knows.
+        Candidates are not: which of them goes on, and as which sequence, only the scheduler knows. Of a sequence with
+        several samples, of which the scheduler chooses too, any one is, and nobody asks for it.
         """
         samples, places = [], []
         for index, (request_id, sequence_index, _) in enumerate(step.samples):
