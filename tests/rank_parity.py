@@ -28,8 +28,9 @@ def main(kind: str, tensor_size: int, num_stages: int, num_blocks: int, model: s
         follow(settings)
     executor = make_executor(settings)
     info = executor.load(lambda: os._exit(1))
-    steps = {"num_concurrent_steps": max(1, info.num_concurrent_steps), "num_speculative_tokens": 0 if kind == "uni" else 8}
-    deployment = Deployment(executor.launch, num_blocks, **steps)
+    drafts = 0 if kind == "uni" else 8
+    num_steps = max(1, info.num_concurrent_steps)
+    deployment = Deployment(executor.launch, num_blocks, num_concurrent_steps=num_steps, num_speculative_tokens=drafts)
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = [PROMPTS[place % len(PROMPTS)] for place in range(NUM_REQUESTS)]
     shared = "\n".join(PROMPTS[:5])
