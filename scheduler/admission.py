@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from scheduler.beam import BeamParams
 from scheduler.block_manager import BlockManager
 from scheduler.fair_queue import FairQueue
+from scheduler.plan import Plan
 from scheduler.policy import MAX_PRIORITY, MIN_PRIORITY, Policy
+from scheduler.preemption import Rates
 from scheduler.sequence import SequenceGroup
 
 
@@ -143,6 +145,27 @@ def max_tokens_that_fit(num_prompt_tokens: int, num_seqs: int, blocks: BlockMana
     num_shared = num_prompt_tokens // blocks.block_size
     num_own_tokens = (blocks.num_blocks - num_shared) // num_seqs * blocks.block_size
     return max(1, num_shared * blocks.block_size + num_own_tokens - num_prompt_tokens)
+
+
+def should_follow(plan: Plan, num_tokens: int, num_waiting: int, rates: Rates) -> bool:
+    """Whether the prompt of the first group that waits is better begun behind a step that has room for it than in it.
+
+    Where time is arithmetic, prompts of one step all end when the last of them would: who joins holds up each whose
+    prompt ends in the step for as long as its own tokens take, and comes no sooner than right behind them. But a step
+    more is what a decode step takes, for all who wait, itself among them. Whichever is less makes for the shorter time
+    to first token on average. So with many waiting steps fill up, and of two prompts the first does not wait for the
+    other's end. On a GPU, where a step hardly takes longer for them, all join.
+
+    Nobody is overtaken, and in each step that somebody follows another's prompt ends.
+
+    Args:
+        plan: of the step, so far.
+        num_tokens: of the prompt, for which there is room.
+        num_waiting: groups that wait.
+        rates: what the worker can do; while they are not known, all join.
+    """
+    joined_s = num_tokens * plan.num_prefills_done / rates.prefill_tokens_per_s if rates.prefill_tokens_per_s else 0.0
+    return joined_s > num_waiting * rates.decode_step_s > 0
 
 
 def why_never(group: SequenceGroup, blocks: BlockManager) -> str:

@@ -109,6 +109,7 @@ class Plan:
     telling: list[tuple[int, int]] = field(default_factory=list)
     num_tokens: int = 0
     num_prefill_tokens: int = 0
+    num_prefills_done: int = 0
     num_beams: int = 0
     num_drafts: int = 0
 
@@ -119,6 +120,7 @@ class Plan:
         self.num_tokens += num_new_tokens
         if num_new_tokens > 1:
             self.num_prefill_tokens += num_new_tokens
+            self.num_prefills_done += bool(row.samples)
         self.num_drafts += row.draft is not None
 
 

@@ -24,6 +24,7 @@ from scheduler.admission import (
     check_submission,
     max_tokens_that_fit,
     num_blocks_to_swap_in,
+    should_follow,
     why_never,
 )
 from scheduler.beam import BeamParams, BeamSearch
@@ -448,6 +449,9 @@ class Scheduler:
             num_missing = len(tokens) - len(prefix) * self.blocks.block_size
             if not self.policy.chunked_prefill and plan.rows and num_missing > num_tokens_left:
                 return self._hold_up(group, Reason.TOKENS)  # only a prompt longer than a whole step is cut
+            num_tokens = min(num_missing, num_tokens_left)
+            if self.policy.chunked_prefill and should_follow(plan, num_tokens, len(self.queues.waiting), self.rates):
+                return self._hold_up(group, Reason.NEXT_STEP)
             if (dropped := too_late(group, num_missing, self.rates, now)) is not None:
                 plan.dropped.append(dropped)
                 self.abort(group)
@@ -461,7 +465,6 @@ class Scheduler:
                 self.num_found_tokens += group.num_cached_prompt_tokens
             else:
                 plan.resumed.append(group)
-            num_tokens = min(num_missing, num_tokens_left)
             add_row(plan, group, group.root, num_tokens, self.blocks, cached=self.policy.prefix_caching)
         return None
 

@@ -6,7 +6,8 @@ only because later ones come in further back, so priorities age without anybody 
 
 1. Only a group that arrived less than `(MAX_PRIORITY - G's priority) * aging_s` seconds after G can be ahead of it. So
    the set of those ahead is final by then; it holds as many groups as the queue may and as came in that time.
-2. Admission takes the queue's head or nobody, and preempts nobody. So no group behind G gets in while G waits.
+2. Admission takes the queue's head or nobody, and preempts nobody. So no group behind G gets in while G waits. Nobody
+   is where there is no room, and in steps in which the prompt of a group ahead ends (`admission.should_follow`).
 3. The running group of the least rank is never preempted, gets at least a token of each step's budget
    (`max_num_seqs <= max_num_batched_tokens`), and has room to its end (`admission.max_tokens_that_fit`). So each step
    brings it nearer to its end; without chunked prefill each second step, since prompts and decodes take turns. What it

@@ -1,6 +1,7 @@
 """Who goes first, and that nobody waits for ever: the bound that `scheduler/waiting_queue.py` proves."""
 
 from collections import deque
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -9,6 +10,7 @@ from scheduler_by_hand import make, step, submit
 from scheduler_model import run
 
 from scheduler.policy import MAX_PRIORITY, MIN_PRIORITY, PreemptionMode
+from scheduler.preemption import Rates
 from scheduler.sequence import Status
 
 
@@ -60,9 +62,10 @@ def test_the_head_of_the_queue_is_not_overtaken_by_one_that_would_fit():
     chunked=st.booleans(),
     depth=st.integers(1, 3),
     lanes=st.booleans(),
+    rates=st.sampled_from([Rates(), Rates(prefill_tokens_per_s=1.0, decode_step_s=0.001)]),  # all join, or none does
 )
 def test_however_many_come_with_a_higher_priority_a_group_ends_within_the_proven_number_of_steps(
-    others, arrivals_each_step, priority, mode, chunked, depth, lanes
+    others, arrivals_each_step, priority, mode, chunked, depth, lanes, rates
 ):
     aging_s = 0.5
     core = make(
@@ -94,6 +97,7 @@ def test_however_many_come_with_a_higher_priority_a_group_ends_within_the_proven
             work = {other.number: other.num_prompt_tokens + other.max_tokens + 1 for other in ahead + holders}
             work[group.number] = group.num_prompt_tokens + group.max_tokens + 1
             bound = core.num_steps + (2 if chunked else 4) * depth * sum(work.values()) + 1
+        core.rates = replace(rates)
         plan = core.schedule(now)
         core.check()
         assert bound is None or core.num_steps <= bound, "it starved"
