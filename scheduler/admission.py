@@ -164,8 +164,7 @@ def should_follow(plan: Plan, num_tokens: int, num_waiting: int, rates: Rates) -
         num_waiting: groups that wait.
         rates: what the worker can do; while they are not known, all join.
     """
-    joined_s = num_tokens * plan.num_prefills_done / rates.prefill_tokens_per_s if rates.prefill_tokens_per_s else 0.0
-    return joined_s > num_waiting * rates.decode_step_s > 0
+    return plan.num_prefills_done * num_tokens * rates.prefill_token_s > num_waiting * rates.decode_step_s
 
 
 def why_never(group: SequenceGroup, blocks: BlockManager) -> str:

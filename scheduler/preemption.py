@@ -20,16 +20,21 @@ class Rates:
         prefill_tokens_per_s: tokens computed in steps that are mostly prefill.
         swap_blocks_per_s: blocks moved between the pools, either way.
         decode_step_s: time of a step without prefill.
+        prefill_token_s: what each token of a step that is mostly prefill adds to that.
     """
 
     prefill_tokens_per_s: float = 0.0
     swap_blocks_per_s: float = 0.0
     decode_step_s: float = 0.0
+    prefill_token_s: float = 0.0
 
     def note_step(self, num_tokens: int, num_prefill_tokens: int, step_s: float) -> None:
         """Takes the time of a step, its swapping aside."""
         if 2 * num_prefill_tokens > num_tokens and num_prefill_tokens >= _MIN_PREFILL_TOKENS and step_s > 0:
             self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, num_tokens / step_s)
+            if self.decode_step_s:
+                added_s = max(0.0, step_s - self.decode_step_s) / num_prefill_tokens
+                self.prefill_token_s = _average(self.prefill_token_s, added_s)
         elif not num_prefill_tokens and step_s > 0:
             self.decode_step_s = _average(self.decode_step_s, step_s)
 

@@ -62,7 +62,7 @@ def test_the_head_of_the_queue_is_not_overtaken_by_one_that_would_fit():
     chunked=st.booleans(),
     depth=st.integers(1, 3),
     lanes=st.booleans(),
-    rates=st.sampled_from([Rates(), Rates(prefill_tokens_per_s=1.0, decode_step_s=0.001)]),  # all join, or none does
+    rates=st.sampled_from([Rates(), Rates(prefill_token_s=1.0, decode_step_s=0.001)]),  # all join, or none does
 )
 def test_however_many_come_with_a_higher_priority_a_group_ends_within_the_proven_number_of_steps(
     others, arrivals_each_step, priority, mode, chunked, depth, lanes, rates

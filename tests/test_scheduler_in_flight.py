@@ -13,6 +13,7 @@ from scheduler.beam import BeamParams
 from scheduler.pacing import Pacing
 from scheduler.plan import Plan, StepResult, to_request
 from scheduler.policy import PreemptionMode
+from scheduler.preemption import Rates
 from scheduler.sequence import Status
 
 SWAP, RECOMPUTE = PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
@@ -372,5 +373,15 @@ def test_a_steps_time_is_expected_from_those_before():
     assert core.rates.expected_step_s(num_tokens=9, num_prefill_tokens=0) == 0.02
     core.rates.note_step(num_tokens=100, num_prefill_tokens=100, step_s=0.1)
     assert core.rates.decode_step_s == 0.02, "a prompt says nothing of decodes"
+    assert core.rates.prefill_token_s == pytest.approx(0.0008), "a step takes 0.02 s in any case"
     assert core.rates.expected_step_s(num_tokens=210, num_prefill_tokens=200) == pytest.approx(0.2)
     assert core.rates.expected_step_s(num_tokens=12, num_prefill_tokens=10) == 0.02
+
+
+def test_what_a_prompt_adds_to_a_step_is_not_known_before_a_decode_was():
+    rates = Rates()
+    rates.note_step(num_tokens=100, num_prefill_tokens=100, step_s=0.1)
+    assert rates.prefill_token_s == 0.0
+    rates.note_step(num_tokens=4, num_prefill_tokens=0, step_s=0.2)
+    rates.note_step(num_tokens=100, num_prefill_tokens=100, step_s=0.1)
+    assert rates.prefill_token_s == 0.0, "nor less than nothing"
