@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -107,10 +108,12 @@ class _Step(ctypes.Structure):
         ("block_tables", c_void_p),
         ("query_starts", c_void_p),
         ("context_lengths", c_void_p),
+        ("scored", c_void_p),
         ("table_stride", c_int64),
         ("cache_dtype", c_int),
         ("num_tokens", c_int),
         ("num_rows", c_int),
+        ("num_scored", c_int),
         ("num_blocks", c_int),
         ("block_size", c_int),
     ]
@@ -168,6 +171,7 @@ class CpuDecoder:
         block_tables: Tensor,
         query_starts: Tensor,
         context_lengths: Tensor,
+        scored: Tensor | None = None,
     ) -> Tensor:
         """Runs the tokens of a step through all layers.
 
@@ -180,9 +184,10 @@ class CpuDecoder:
             block_tables: see `reference.paged_attention`; so are the others.
             query_starts: see there.
             context_lengths: see there.
+            scored: [num_scored] int64, ascending: the tokens that the last layer is to give; None: all.
 
         Returns:
-            [num_tokens, hidden_size], normalized.
+            [num_scored, hidden_size], normalized.
 
         Raises:
             ValueError: these do not fit together.
@@ -198,7 +203,9 @@ class CpuDecoder:
         check_places(block_tables, query_starts, context_lengths)
         if self._scratch.numel() < num_tokens * self._scratch_values:
             self._scratch = residual.new_empty(num_tokens * self._scratch_values)
-        out = torch.empty_like(residual)
+        if scored is not None:
+            _check_scored(scored, num_tokens)
+        out = torch.empty_like(residual if scored is None else residual[: len(scored)])
         step = _Step(
             residual=residual.data_ptr(),
             out=out.data_ptr(),
@@ -211,10 +218,12 @@ class CpuDecoder:
             block_tables=block_tables.data_ptr(),
             query_starts=query_starts.data_ptr(),
             context_lengths=context_lengths.data_ptr(),
+            scored=None if scored is None else scored.data_ptr(),
             table_stride=block_tables.shape[1],
             cache_dtype=DTYPES[k_cache.dtype],
             num_tokens=num_tokens,
             num_rows=len(context_lengths),
+            num_scored=len(out),
             num_blocks=num_blocks,
             block_size=block_size,
         )
@@ -249,6 +258,13 @@ class CpuDecoder:
                 raise ValueError(f"k_cache {form(k_cache)} does not fit {self._shape}, or the first layer's")
         addresses = [cache.data_ptr() for layer in layer_caches for cache in layer]
         self._layer_caches, self._addresses = layer_caches, (c_void_p * len(addresses))(*addresses)
+
+
+def _check_scored(scored: Tensor, num_tokens: int) -> None:
+    ends = [-1, *scored.tolist(), num_tokens]
+    ascends = all(place < following for place, following in pairwise(ends))
+    if not ascends or scored.dtype != torch.int64 or not scored.is_contiguous():
+        raise ValueError(f"scored {form(scored)} is to be contiguous int64, ascending and less than {num_tokens}")
 
 
 def _packed(layer: DecoderLayer) -> dict[str, CpuLinear]:

@@ -82,9 +82,10 @@ def make_caches(config=CONFIG, dtype=torch.bfloat16):
     return [(layer[0], layer[1]) for layer in pool]
 
 
-def both(model, rows, cache_dtype=torch.bfloat16):
+def both(model, rows, cache_dtype=torch.bfloat16, scored=None):
     """Hidden states and caches, at once and one by one."""
     token_ids, positions, metadata = make_step(rows)
+    metadata = replace(metadata, scored=scored)
     found = []
     at_once = model.layers_at_once
     assert at_once is not None
@@ -142,6 +143,16 @@ def test_steps_of_any_size_follow_each_other():
         assert hidden.equal(expected)
 
 
+@pytest.mark.parametrize("scored", [[4, 5, 75, 91], [0], [90, 91], list(range(92)), []])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_tokens_that_are_scored_have_the_bits_that_they_have_among_all(level, scored):
+    model = build_model(replace(CONFIG, **QWEN3), level=level)
+    (everything, caches), _ = both(model, MIXED)
+    for hidden, found in both(model, MIXED, scored=torch.tensor(scored, dtype=torch.int64)):
+        assert hidden.equal(everything[scored])
+        assert found.equal(caches)
+
+
 def test_a_step_without_tokens_gives_no_hidden_states():
     token_ids, positions, metadata = make_step([(1, 1)])
     empty = AttentionMetadata(
@@ -166,6 +177,10 @@ def test_what_does_not_fit_is_told_before_anything_is_written():
         ({"query_starts": short}, "row 3 has 0 queries"),
         ({"slot_mapping": slots[:-1]}, "slot_mapping is int64"),
         ({"block_tables": tables.long()}, "are not contiguous int32"),
+        ({"scored": torch.tensor([0, 4])}, "scored .* ascending and less than 4"),
+        ({"scored": torch.tensor([2, 1])}, "scored .* ascending"),
+        ({"scored": torch.tensor([-1, 1])}, "scored .* ascending"),
+        ({"scored": torch.tensor([0, 1], dtype=torch.int32)}, "scored .* contiguous int64"),
     ):
         caches = make_caches()
         with pytest.raises(ValueError, match=message):

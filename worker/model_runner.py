@@ -5,6 +5,7 @@ when somebody asks for its answer, and when a penalty is to be put on tokens tha
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -144,7 +145,9 @@ class ModelRunner:
         self._prepare_blocks(step, there.entered)
         prepared = self._streams.mark()
 
-        hidden = self._compute(inputs, is_recorded=graph_size is not None)[:num_tokens]
+        # The log-probabilities of a prompt take more of its tokens than those behind which one is sampled.
+        scored = there.scored if self._ranks.place.is_last and not targets else None
+        hidden = self._compute(inputs, scored, is_recorded=graph_size is not None)[:num_tokens]
         forwarded = self._streams.mark()
 
         sampled = to_host(self._sample(hidden, samples, there)) if samples else None
@@ -195,14 +198,17 @@ class ModelRunner:
             # last owner left there would get through the mask, since 0 * NaN is NaN.
             self._cache.clear(entered)
 
-    def _compute(self, inputs: ModelInputs, *, is_recorded: bool) -> Tensor:
-        """Hidden states, [num_tokens, hidden_size], of all tokens in `inputs`."""
+    def _compute(self, inputs: ModelInputs, scored: Tensor | None, *, is_recorded: bool) -> Tensor:
+        """Hidden states, [num_scored, hidden_size]; of all tokens if `scored` is None, or the step is recorded."""
         if is_recorded:
             assert self._graphs is not None
             return self._graphs(inputs)
         if len(inputs.token_ids) == 0:
             return torch.empty(0)
-        return self._forward(inputs.token_ids, inputs.positions, inputs.attention)
+        attention = inputs.attention
+        if scored is not None and len(scored) < len(inputs.token_ids):
+            attention = replace(attention, scored=scored)
+        return self._forward(inputs.token_ids, inputs.positions, attention)
 
     def _forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
         return self._model(token_ids, positions, self._cache.layers, attention)
@@ -212,7 +218,7 @@ class ModelRunner:
 
     def _sample(self, hidden: Tensor, samples: Sequence[Sample], there: "_Indexes[Tensor]") -> SampledTokens:
         """Draws a token for each sample, and keeps it for the next step."""
-        # Where every row is sampled once, there is nothing to pick out.
+        # Where these are all that there are, there is nothing to pick out.
         scores = self._model.head(hidden if len(there.scored) == len(hidden) else hidden[there.scored])
         logits = scores if len(there.score_of_sample) == 0 else scores[there.score_of_sample]
         operations = self._model.operations

@@ -4,6 +4,8 @@
 //
 //     add and normalize | q, k, v | rotate and cache | attend | output
 //     add and normalize | gate and up | down
+//
+// Behind the last layer's attention only those tokens go on whose outcome is asked for: of a prompt the last one.
 #pragma once
 
 #include "attention.hpp"
@@ -42,7 +44,7 @@ struct Decoder {
 
 struct DecoderStep {
     void* residual;  // [num_tokens][hidden_size], in: the embeddings
-    void* out;       // [num_tokens][hidden_size]
+    void* out;       // [num_scored][hidden_size]
     void* scratch;   // for each token 2 * hidden_size values, q, k and v, q, and the MLP's
     const void* cos;
     const void* sin;
@@ -52,9 +54,10 @@ struct DecoderStep {
     const int32_t* block_tables;
     const int32_t* query_starts;
     const int32_t* context_lengths;
+    const int64_t* scored;  // [num_scored], ascending: the tokens that `out` is of; not read where it is of all
     int64_t table_stride;
     Dtype cache_dtype;
-    int num_tokens, num_rows, num_blocks, block_size;
+    int num_tokens, num_rows, num_scored, num_blocks, block_size;
 };
 
 struct LayerJobs {
@@ -66,6 +69,26 @@ struct LayerJobs {
     PointwiseJob mlp_norm;
     LinearJob gate_up, down;
 };
+
+// Moves the rows of the tokens that are scored to the front of both.
+struct PickJob {
+    const int64_t* scored;
+    int num_scored;
+    char *attended, *residual;
+    int64_t attended_bytes, residual_bytes;  // of a row
+    Counter once;
+};
+
+inline void pick_rows(void* data) {
+    PickJob& job = *static_cast<PickJob*>(data);
+    if (job.once.take(1) > 0) return;
+    // A row never moves back, so each is read before another one takes its place.
+    for (int64_t to = 0; to < job.num_scored; ++to) {
+        const int64_t from = job.scored[to];
+        memmove(job.attended + to * job.attended_bytes, job.attended + from * job.attended_bytes, job.attended_bytes);
+        memmove(job.residual + to * job.residual_bytes, job.residual + from * job.residual_bytes, job.residual_bytes);
+    }
+}
 
 // What the layers hand from one job to the next.
 struct Buffers {
@@ -85,10 +108,11 @@ struct Buffers {
 class DecoderPlan {
   public:
     DecoderPlan(const Decoder& decoder, const DecoderStep& step, int num_threads, const Plan& attention)
-        : d(decoder), step(step), b(decoder, step), num_threads(num_threads), attention(attention) {}
+        : d(decoder), step(step), b(decoder, step), num_tokens(step.num_tokens), num_threads(num_threads),
+          attention(attention) {}
 
-    // `jobs` has room for all layers, `stages` for eight each and one more. Gives how many stages there are.
-    int write(LayerJobs* jobs, PointwiseJob& last, Stage* stages) {
+    // `jobs` has room for all layers, `stages` for eight each and two more. Gives how many stages there are.
+    int write(LayerJobs* jobs, PickJob& pick, PointwiseJob& last, Stage* stages) {
         const Work norm = pointwise_work<false>(d.dtype);
         Stage* next = stages;
         for (int i = 0; i < d.num_layers; ++i) {
@@ -101,6 +125,8 @@ class DecoderPlan {
             job.qkv = multiply(layer.qkv, b.normed, b.heads, &layer.output);
             job.cache = {cache_write(i), {0, step.num_tokens}};
             job.attention = {attend(i), attention, {0, attention.num_items}, false};
+            const bool picks = behind == nullptr && step.num_scored < step.num_tokens;
+            if (picks) num_tokens = step.num_scored;
             job.output = multiply(layer.output, b.attended, b.x, &layer.gate_up);
             job.mlp_norm = normalize(b.x, step.residual, layer.mlp_norm, b.normed);
             job.gate_up = multiply(layer.gate_up, b.normed, b.gated, &layer.down);
@@ -112,6 +138,11 @@ class DecoderPlan {
             *next++ = {linear_work(job.qkv.a), &job.qkv};
             *next++ = {cache_work(step.cache_dtype), &job.cache};
             *next++ = {attention_work(job.attention.a), &job.attention};
+            if (picks) {
+                pick = pick_scored();
+                *next++ = {pick_rows, &pick};
+                if (num_tokens == 0) return (int)(next - stages);
+            }
             *next++ = {linear_work(job.output.a), &job.output};
             *next++ = {norm, &job.mlp_norm};
             *next++ = {linear_work(job.gate_up.a), &job.gate_up};
@@ -144,7 +175,14 @@ class DecoderPlan {
     int64_t heads_stride() const { return (int64_t)(d.num_heads + 2 * d.num_kv_heads) * d.head_dim; }
 
     PointwiseJob normalize(const void* x, void* residual, const void* weight, void* out) const {
-        return make_job({d.dtype, x, residual, weight, d.epsilon, out, step.num_tokens, d.hidden_size});
+        return make_job({d.dtype, x, residual, weight, d.epsilon, out, num_tokens, d.hidden_size});
+    }
+
+    PickJob pick_scored() const {
+        const int64_t attended_bytes = (int64_t)d.num_heads * d.head_dim * size_of(d.dtype);
+        const int64_t residual_bytes = (int64_t)d.hidden_size * size_of(d.dtype);
+        char* residual = static_cast<char*>(step.residual);
+        return {step.scored, step.num_scored, b.attended, residual, attended_bytes, residual_bytes, {0, 1}};
     }
 
     LinearJob multiply(const Weights& weights, const void* x, void* out, const Weights* following) const {
@@ -158,12 +196,13 @@ class DecoderPlan {
 
     Linear product(const Weights& weights, const void* x, void* out) const {
         return {d.dtype, x, weights.num_inputs, weights.panels, weights.scales, weights.exceptions, weights.bias, out,
-                weights.num_outputs, step.num_tokens, weights.num_outputs, weights.num_inputs, false, false, nullptr, 0};
+                weights.num_outputs, num_tokens, weights.num_outputs, weights.num_inputs, false, false, nullptr, 0};
     }
 
     const Decoder& d;
     const DecoderStep& step;
     const Buffers b;
+    int num_tokens;  // that the next job is for
     const int num_threads;
     const Plan& attention;
 };
@@ -186,12 +225,13 @@ int decode(const Decoder& decoder, const DecoderStep& step, const Threads& threa
     if (row >= 0) return row;
 
     LayerJobs* jobs = static_cast<LayerJobs*>(malloc(sizeof(LayerJobs) * decoder.num_layers));
-    Stage* stages = static_cast<Stage*>(malloc(sizeof(Stage) * (8 * decoder.num_layers + 1)));
+    Stage* stages = static_cast<Stage*>(malloc(sizeof(Stage) * (8 * decoder.num_layers + 2)));
     bool out_of_memory = !make_plan(first, threads.num_threads, attention) || jobs == nullptr || stages == nullptr;
     if (!out_of_memory) {
+        PickJob pick;
         PointwiseJob last;
         Program program;
-        program.num_stages = plan.write(jobs, last, stages);
+        program.num_stages = plan.write(jobs, pick, last, stages);
         program.stages = stages;
         program.team_size = threads.region != nullptr && threads.num_threads > 1 ? team_size : nullptr;
         run_on(threads, true, run_program, &program);

@@ -18,6 +18,7 @@ class AttentionMetadata:
         query_starts: [num_rows + 1] int32, the first token of each row, and num_tokens.
         context_lengths: [num_rows] int32, tokens of each row with those of this step.
         bounds: what the host knows of the rows, so that no kernel's launch waits to be told by the device.
+        scored: [num_scored] int64, ascending: the tokens whose hidden states are asked for; None: all of them.
     """
 
     slot_mapping: Tensor
@@ -25,6 +26,11 @@ class AttentionMetadata:
     query_starts: Tensor
     context_lengths: Tensor
     bounds: BatchBounds = field(default_factory=BatchBounds)
+    scored: Tensor | None = None
+
+    def pick_scored(self, x: Tensor) -> Tensor:
+        """Of [num_tokens, ...], what is asked for."""
+        return x if self.scored is None else x[self.scored]
 
 
 def attend_rotated(

@@ -205,14 +205,14 @@ class GenericForCausalLM:
         metadata: AttentionMetadata,
     ) -> Tensor:
         """See `worker.models.model.Model`."""
-        return self.run(token_ids, positions, self.step(layer_caches, metadata))
+        return metadata.pick_scored(self.run(token_ids, positions, self.step(layer_caches, metadata)))
 
     def step(self, layer_caches: Sequence[tuple[Tensor, Tensor]], metadata: AttentionMetadata) -> _Step:
         """What a forward pass on these caches attends with."""
         return _Step(self.operations, layer_caches, metadata, self.config.context_length, self._dtype)
 
     def run(self, token_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
-        """The same, by a step that the caller has made."""
+        """The same of all tokens, by a step that the caller has made."""
         output = self._layers(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, pagewire_step=step
         )

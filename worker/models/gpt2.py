@@ -161,7 +161,7 @@ class GPT2ForCausalLM:
             x = self.ranks.receive(len(token_ids), self.norm.weight)
         for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
             x = block(x, layer_cache, metadata)
-        return self.norm(x) if self.ranks.place.is_last else self.ranks.send(x)
+        return self.norm(metadata.pick_scored(x)) if self.ranks.place.is_last else self.ranks.send(x)
 
 
 def _transposed(tensors: dict[str, Target]) -> dict[str, Target]:

@@ -211,18 +211,20 @@ class LlamaForCausalLM:
             metadata: where the tokens stand in those caches.
 
         Returns:
-            [num_tokens, hidden_size], for `head`.
+            [num_scored, hidden_size], for `head`.
         """
         rotation = self.rotary.at(positions)
         is_first, is_last = self.ranks.place.is_first, self.ranks.place.is_last
         residual = self.embedding(token_ids) if is_first else self.ranks.receive(len(token_ids), self.norm.weight)
         if self.layers_at_once is not None:
             places = (metadata.slot_mapping, metadata.block_tables, metadata.query_starts, metadata.context_lengths)
-            return self.layers_at_once(residual, *rotation, layer_caches, *places)
+            return self.layers_at_once(residual, *rotation, layer_caches, *places, scored=metadata.scored)
         x = torch.zeros_like(residual)  # what the layer before the first one adds
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
             x = layer(x, residual, rotation, layer_cache, metadata)
-        return self.norm.add(x, residual) if is_last else self.ranks.send(residual.add_(x))
+        if not is_last:
+            return self.ranks.send(residual.add_(x))
+        return self.norm.add(metadata.pick_scored(x), metadata.pick_scored(residual))
 
 
 class DecoderLayer:

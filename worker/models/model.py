@@ -71,10 +71,10 @@ class Model(Protocol):
             token_ids: [num_tokens] int64.
             positions: [num_tokens] int64, 0-based in each token's own sequence.
             layer_caches: K and V cache of each layer, written in place.
-            metadata: where the tokens stand in those caches.
+            metadata: where the tokens stand in those caches, and which hidden states are asked for.
 
         Returns:
-            [num_tokens, hidden_size], for `head` at the last stage, and without meaning at the others.
+            [num_scored, hidden_size], for `head` at the last stage, and without meaning at the others.
         """
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ class OPTForCausalLM:
         layer_caches: Sequence[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """See `worker.models.model.Model`; the result is [num_tokens, embedding_size]."""
+        """See `worker.models.model.Model`; the result is of embedding_size."""
         if self.ranks.place.is_first:
             x = self._embed(token_ids, positions)  # [T, E]
         else:
@@ -185,6 +185,7 @@ class OPTForCausalLM:
             x = layer(x, layer_cache, metadata)
         if not self.ranks.place.is_last:
             return self.ranks.send(x)
+        x = metadata.pick_scored(x)
         if self.norm is not None:
             x = self.norm(x)
         return self.project_out(x) if self.project_out is not None else x
