@@ -100,8 +100,14 @@ def make_cache(model, operations, dtype, device):
 
 
 @everywhere
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[pytest.mark.long] if name != "llama" and dtype != DOT_DTYPES[0] else [])
+        for name in MODELS
+        for dtype in DOT_DTYPES
+    ],
+)
 def test_logits_are_the_twins_in(device, name, dtype):
     runs = []
     for operations in (choice.triton_kernels(), choice.torch_reference()):
