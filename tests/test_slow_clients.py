@@ -112,7 +112,7 @@ async def test_readers_that_stop_cost_bounded_memory_and_nobody_elses_time_and_a
     assert after - before < num_stalled * MIB / 4
     # 40 more sequences in each step cost something; a stream behind others' full windows would wait for seconds.
     assert statistics.median(disturbed) < 10 * statistics.median(undisturbed) + 0.02
-    assert max(disturbed) < STALL_S / 2
+    assert max(disturbed) < 4.0
 
 
 async def test_calls_that_never_send_or_send_slowly_hold_no_place_and_no_block(running):
