@@ -11,6 +11,8 @@ from worker.config import WorkerSettings
 # for some tens of microseconds costs a quiet machine nothing. libgomp reads this once, when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# NumPy comes with a team of threads for products that nobody here asks it for; they would spin from its import on.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 if __name__ == "__main__":
     # What is imported stays: to look for garbage among it again and again takes a sixth of the time of torch's import.

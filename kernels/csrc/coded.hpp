@@ -7,6 +7,8 @@
 // the time of a product is that of reading the weight, a quarter less; what is computed with is the same, to the bit.
 #pragma once
 
+#include <stdlib.h>
+
 #include "threads.hpp"
 #include "vector.hpp"
 
@@ -91,25 +93,38 @@ struct EncodingJob {
     Counter panels;
 };
 
-// Writes the 16 upper bytes that most values have, and gives how many have another one.
+// Writes the 16 upper bytes that most values have, and gives how many have another one. `count` is even.
 inline int64_t choose_uppers(const uint16_t* values, int64_t count, CodedPanel& panel) {
-    int64_t counts[256] = {}, num_left = count;
-    for (int64_t i = 0; i < count; ++i) ++counts[values[i] >> 8];
+    // Two tables: neighbours are often alike, and the second would wait for the first one's count.
+    int64_t counts[256] = {}, odd_counts[256] = {}, num_left = count;
+    for (int64_t i = 0; i < count; i += 2) {
+        ++counts[values[i] >> 8];
+        ++odd_counts[values[i + 1] >> 8];
+    }
+    uint8_t seen[256];
+    int num_seen = 0;
+    for (int byte = 0; byte < 256; ++byte)
+        if ((counts[byte] += odd_counts[byte]) > 0) seen[num_seen++] = (uint8_t)byte;
     for (uint8_t& upper : panel.uppers) {
-        int most = 0;
-        for (int byte = 1; byte < 256; ++byte) most = counts[byte] > counts[most] ? byte : most;
-        upper = (uint8_t)most;
-        num_left -= counts[most];
-        counts[most] = -1;
+        upper = 0;  // anything, where fewer than 16 were seen
+        for (int i = 0; i < num_seen; ++i) upper = counts[seen[i]] > counts[upper] ? seen[i] : upper;
+        num_left -= counts[upper];
+        counts[upper] = 0;
     }
     return num_left;
+}
+
+// The order in which they are met.
+inline int by_place(const void* a, const void* b) {
+    const Exception &first = *static_cast<const Exception*>(a), &second = *static_cast<const Exception*>(b);
+    return first.unit != second.unit ? (first.unit > second.unit) * 2 - 1 : first.place - second.place;
 }
 
 // What `Coded` reads. Outputs that fill up the last panel are anything.
 inline void encode_panel(Encoding& a, int64_t number) {
     constexpr uint8_t kNone = 16;
     CodedPanel& panel = *reinterpret_cast<CodedPanel*>(a.panels + number * CodedPanel::bytes(a.num_inputs));
-    const int num_outputs = least(kPanel, a.num_outputs - (int)number * kPanel);
+    const int num_outputs = least(kPanel, a.num_outputs - (int)number * kPanel), num_units = a.num_inputs / 2;
     const uint16_t* weight = a.weight + number * kPanel * a.num_inputs;
     const int64_t count = choose_uppers(weight, (int64_t)num_outputs * a.num_inputs, panel) + 1;
     panel.first_exception = __atomic_fetch_add(&a.num_exceptions, count, __ATOMIC_RELAXED);
@@ -118,22 +133,26 @@ inline void encode_panel(Encoding& a, int64_t number) {
     uint8_t codes[256];
     memset(codes, kNone, sizeof codes);
     for (uint8_t code = 0; code < 16; ++code) codes[panel.uppers[code]] = code;
-    Exception* exception = a.exceptions + panel.first_exception;
-    for (int unit = 0; unit < a.num_inputs / 2; ++unit) {
-        CodedUnit& to = panel.units()[unit];
-        memset(to.codes, 0, sizeof to.codes);
-        for (int place = 0; place < 2 * kPanel; ++place) {
-            const int output = place / 2, at = spread(place);
-            const uint16_t value = output < num_outputs ? weight[output * a.num_inputs + 2 * unit + place % 2] : 0;
-            uint8_t code = codes[value >> 8];
-            to.lower[at] = (uint8_t)value;
-            if (code == kNone) {
-                code = 0;
-                if (output < num_outputs) *exception++ = {unit, (uint16_t)place, value};
+    Exception* const exceptions = a.exceptions + panel.first_exception;
+    Exception* exception = exceptions;
+    if (num_outputs < kPanel) memset((void*)panel.units(), 0, sizeof(CodedUnit) * num_units);
+    // Output by output, as the weight stands in memory.
+    for (int output = 0; output < num_outputs; ++output) {
+        const uint16_t* pair = weight + (int64_t)output * a.num_inputs;
+        const int at = spread(2 * output);  // its two values stand side by side
+        for (int unit = 0; unit < num_units; ++unit, pair += 2) {
+            CodedUnit& to = panel.units()[unit];
+            const uint8_t first = codes[pair[0] >> 8], second = codes[pair[1] >> 8];
+            to.lower[at] = (uint8_t)pair[0];
+            to.lower[at + 1] = (uint8_t)pair[1];
+            to.codes[at / 2] = (first & 15) | second << 4;
+            if (__builtin_expect((first | second) & kNone, 0)) {
+                if (first == kNone) *exception++ = {unit, (uint16_t)(2 * output), pair[0]};
+                if (second == kNone) *exception++ = {unit, (uint16_t)(2 * output + 1), pair[1]};
             }
-            to.codes[at / 2] |= code << 4 * (at % 2);
         }
     }
+    qsort(exceptions, exception - exceptions, sizeof(Exception), by_place);
     exception->unit = INT32_MAX;
 }
 
