@@ -29,6 +29,8 @@ from pagewire.shares import Share
 USAGE_ERROR = 2
 _TAIL_LINES = 12
 _POLL_S = 0.1
+# Services that are started behind others are started this much later at most.
+_LISTENING_WITHIN_S = 5.0
 # Health checks in a row that a service may leave without an answer.
 _MAX_SILENT = 3
 _LINE_BYTES = 64 << 10
@@ -51,6 +53,8 @@ class ServiceProcess:
         access: how one gets in there.
         peers: the name of the services that it is one of; those stop at the same time. By itself if empty.
         share: what it may use of the machine.
+        starts_behind: the name of the services that are to take connections before it is started for the first time, so
+            that few processes import at the same time. Nobody's if empty.
     """
 
     name: str
@@ -60,6 +64,7 @@ class ServiceProcess:
     access: Access = Access()  # noqa: RUF009  # frozen
     peers: str = ""
     share: Share = Share()  # noqa: RUF009  # frozen
+    starts_behind: str = ""
 
 
 @dataclass(slots=True)
@@ -108,7 +113,7 @@ class Cluster:
     """The services of one `pagewire up`; each needs the ones before it in the list.
 
     Args:
-        services: in the order of their start.
+        services: in the order in which they are waited for.
         on_line: takes each line that a service prints.
         on_waiting: takes the name of the service that the start waits for.
         on_pids: takes the services' process ids whenever they change.
@@ -173,16 +178,26 @@ class Cluster:
             self._on_waiting(service.name)
             try:
                 async with asyncio.timeout_at(give_up_at):
-                    await _serving(service)
+                    await _until(service, lambda said: said == health.SERVING)
                 if (running := self._running.get(service.name)) is not None:
                     running.has_served = True
             except TimeoutError:
                 late = f"{service.name} does not serve after {self._start_within_s:g} s"
                 raise LaunchError(self._with_tail(service, late)) from None
 
+    async def _wait_until_listening(self, peers: str) -> None:
+        """Returns when services take connections, or do not soon: whoever starts behind them can do without."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LISTENING_WITHIN_S):
+                for service in self._services:
+                    if service.peers == peers:
+                        await _until(service, lambda said: not said.startswith(health.NO_ANSWER))
+
     async def _keep(self, service: ServiceProcess) -> None:
         """Runs a service again and again; ends only by LaunchError."""
         policy = self._new_policy()
+        if service.starts_behind:
+            await self._wait_until_listening(service.starts_behind)
         while True:
             status = await self._run_once(service)
             end = f"{service.name} {_describe(status)}"
@@ -287,11 +302,11 @@ async def _first_of(*tasks: asyncio.Task) -> None:
         task.result()
 
 
-async def _serving(service: ServiceProcess) -> None:
-    """Returns when a service is SERVING."""
+async def _until(service: ServiceProcess, is_reached: Callable[[str], bool]) -> None:
+    """Returns when what a service's health check says is what one waits for."""
     # Asked anew each time rather than watched: a watch that is cancelled keeps its connection (grpc#43360).
     while True:
-        if await asyncio.to_thread(health.check, service.address, access=service.access) == health.SERVING:
+        if is_reached(await asyncio.to_thread(health.check, service.address, access=service.access)):
             return
         await asyncio.sleep(_POLL_S)
 

@@ -178,6 +178,9 @@ def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
             options.access if service == "router" else Access(),
             peers=service,
             share=share,
+            # The worker takes longest to import, and the whole start takes as long: on two cores it shares one with
+            # routers first, and with schedulers then.
+            starts_behind="router" if service == "scheduler" else "",
         )
 
     workers, schedulers = sockets("worker"), sockets("scheduler")

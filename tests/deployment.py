@@ -108,14 +108,6 @@ async def deployment(
         try:
             running.start("worker", "--listen", f"unix:{directory}/worker", "--model", str(model), *worker)
             running.start(
-                "scheduler",
-                "--listen",
-                f"unix:{directory}/scheduler",
-                "--worker",
-                f"unix:{directory}/worker",
-                *scheduler,
-            )
-            running.start(
                 "router",
                 *("--listen", running.router_address, "--scheduler", f"unix:{directory}/scheduler"),
                 *("--model", str(model), *router),
@@ -123,6 +115,13 @@ async def deployment(
             async with dial(running.router_address) as channel:
                 try:
                     async with asyncio.timeout(START_TIMEOUT_S):
+                        await channel.channel_ready()
+                        # Behind it, as `pagewire up` does: the worker imports longest, and has two cores to share.
+                        running.start(
+                            "scheduler",
+                            *("--listen", f"unix:{directory}/scheduler", "--worker", f"unix:{directory}/worker"),
+                            *scheduler,
+                        )
                         await wait_for_serving(channel)
                 except TimeoutError:
                     logs = [service.log.read_text()[-2000:] for service in running.services.values()]

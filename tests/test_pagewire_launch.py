@@ -16,7 +16,7 @@ import pytest
 from authority import Authority
 from rich.console import Console
 
-from pagewire import background, health, state
+from pagewire import background, cluster, health, state
 from pagewire.access import Access
 from pagewire.cluster import Cluster, LaunchError, RestartPolicy, ServiceProcess, stages
 from pagewire.launch import LaunchOptions, Setting, check_free, free_port, services, shared_settings
@@ -52,6 +52,7 @@ class Trial:
         stop_within_s: float = 5.0,
         start_within_s: float = WAIT_S,
         probe_s: float = 5.0,
+        starts_behind: dict[str, str] | None = None,
         **options: str,
     ) -> None:
         self.journal = folder / "journal"
@@ -65,7 +66,9 @@ class Trial:
         for name in NAMES:
             address = f"unix:{folder}/{name}.sock"
             command = [sys.executable, FAKES, name, "--listen", address, "--journal", str(self.journal)]
-            chain.append(ServiceProcess(name, (*command, *options.get(name, "").split()), address, stop_within_s))
+            command += options.get(name, "").split()
+            behind = (starts_behind or {}).get(name, "")
+            chain.append(ServiceProcess(name, tuple(command), address, stop_within_s, peers=name, starts_behind=behind))
         self.cluster = Cluster(
             chain,
             on_line=lambda name, line: self.lines.append(line),
@@ -113,6 +116,26 @@ async def test_services_stop_in_the_reverse_order_of_their_start(folder):
     trial.stop.set()
     await run
     assert trial.events()[3:] == ["router stop", "scheduler stop", "worker stop"]
+
+
+async def test_a_service_starts_behind_others_when_they_listen_and_is_waited_for_in_its_turn(folder):
+    trial = Trial(folder, starts_behind={"scheduler": "router"})
+    run = asyncio.create_task(trial.run())
+    await asyncio.wait_for(trial.ready.wait(), WAIT_S)
+    assert list(trial.pids) == ["worker", "router", "scheduler"]
+    assert trial.events().index("router start") < trial.events().index("scheduler start")
+    assert trial.waited == list(NAMES)
+    trial.stop.set()
+    await run
+    assert trial.events()[3:] == ["router stop", "scheduler stop", "worker stop"]
+
+
+async def test_a_service_starts_behind_others_that_do_not_listen_soon(folder, monkeypatch):
+    monkeypatch.setattr(cluster, "_LISTENING_WITHIN_S", 0.2)
+    trial = Trial(folder, starts_behind={"scheduler": "router"}, start_within_s=3.0, router="--mute")
+    with pytest.raises(LaunchError, match="router does not serve after 3 s"):
+        await trial.run()
+    assert "scheduler start" in trial.events()
 
 
 async def test_a_service_that_dies_is_started_again(folder):
@@ -227,6 +250,7 @@ def test_options_reach_the_services_that_they_are_for():
     shared = shared_settings(dtype="float32", max_num_batched_tokens=64, log_level=None, max_num_seqs=8, record="r")
     extra = (Setting.parse("scheduler.chunked_prefill=false"), Setting.parse("worker.num-gpu-blocks=8"))
     worker, scheduler, router = services(LaunchOptions("/m", "0.0.0.0", 7000, (*shared, *extra)), "/d")
+    assert (scheduler.starts_behind, router.peers) == ("router", "router")
     assert " ".join(worker.command[2:]) == (
         "-m worker --listen unix:/d/worker.sock --model /m --drain-grace-s=0 "
         "--dtype=float32 --max-num-batched-tokens=64 --num-gpu-blocks=8"
