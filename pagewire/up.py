@@ -7,8 +7,8 @@ import signal
 import tempfile
 import time
 from dataclasses import replace
+from typing import get_args
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
@@ -18,7 +18,7 @@ from pagewire.cluster import Cluster, stages
 from pagewire.launch import LaunchOptions, check_free, services
 from pagewire.processes import start_ticks
 from pagewire.state import ClusterState
-from protos.process import Settings, start_logging
+from protos import logs
 
 _COLOURS = {"worker": "magenta", "scheduler": "cyan", "router": "green"}
 # The path of a socket in our folder must stay below Linux's 108 bytes.
@@ -68,7 +68,7 @@ class _Foreground:
 
     async def run(self) -> int:
         """Until a signal; gives the exit status."""
-        start_logging("launcher", self._log_settings())
+        self._start_logging()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         try:
@@ -80,15 +80,11 @@ class _Foreground:
             state.remove(self._state)
         return 1 if self._forced else 0
 
-    def _log_settings(self) -> Settings:
-        """The launcher logs as the router does."""
-        names = {"log_level": "info", "log_format": "text"}
-        told = {name: self._options.value("router", name.replace("_", "-"), value) for name, value in names.items()}
-        try:
-            return Settings.model_validate(told)
-        except ValidationError:
-            # The services refuse it in better words.
-            return Settings.model_validate(names)
+    def _start_logging(self) -> None:
+        """As the router does; what it refuses of this, it refuses in better words."""
+        level = self._options.value("router", "log-level", "info")
+        form = self._options.value("router", "log-format", "text")
+        logs.start("launcher", level if level in get_args(logs.LogLevel) else "info", form)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

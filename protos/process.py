@@ -1,25 +1,24 @@
-"""What our processes do alike at their start and end: settings, logs, event loop, signals."""
+"""What our processes do alike at their start and end: settings, event loop, signals."""
 
 import argparse
 import asyncio
 import gc
-import json
 import logging
 import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, NoReturn, Self
+from typing import NoReturn, Self
 
 import uvloop
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
-from protos import pollers  # what follows imports grpc
+from protos import logs, pollers  # what follows imports grpc
 from protos.errors import CannotListen, CannotTrace
+from protos.logs import LogFormat, LogLevel
 
 # Whose settings may stand in one environment; CLIENT stands for the command line's.
 _SERVICES = ("ROUTER", "SCHEDULER", "WORKER", "CLIENT")
@@ -36,8 +35,8 @@ class Settings(BaseSettings):
         frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True, cli_avoid_json=True
     )
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
-    log_format: Literal["text", "json"] = Field("text", description="logfmt-like text, or a JSON object per line")
+    log_level: LogLevel = Field("info", description="least severe line logged")
+    log_format: LogFormat = Field("text", description="logfmt-like text, or a JSON object per line")
     log_name: str = Field(
         "", pattern=r"^[\w.-]*$", description="what signs log lines (default: the kind of service); tells several apart"
     )
@@ -87,62 +86,8 @@ def _usage_error(service: str, message: str) -> NoReturn:
 
 
 def start_logging(service: str, settings: Settings) -> None:
-    """Logs to standard error, one line per event; keyword facts are given as `extra={...}`."""
-    handler, name = logging.StreamHandler(), settings.log_name or service
-    handler.setFormatter(_JsonFormatter(name) if settings.log_format == "json" else _TextFormatter(name))
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
-
-
-_PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-
-class _TextFormatter(logging.Formatter):
-    """`12:01:02.123 INFO  router     request finished request_id=r1 total_ms=12.5`.
-
-    Nothing that a client sends can end a line or begin one: what is not plain is quoted, and tracebacks are indented.
-    """
-
-    def __init__(self, service: str) -> None:
-        super().__init__()
-        self._service = service
-
-    def format(self, record: logging.LogRecord) -> str:
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        facts = "".join(f" {name}={_plain(value)}" for name, value in vars(record).items() if name not in _PLAIN)
-        event = record.getMessage()
-        if not event.isprintable():
-            event = json.dumps(event)
-        line = f"{clock}.{int(record.msecs):03d} {record.levelname:<5.5} {self._service:<9} {event}{facts}"
-        if record.exc_info:
-            traceback = self.formatException(record.exc_info)
-            line += "".join(f"\n    {_printable(row)}" for row in traceback.splitlines())
-        return line
-
-
-def _plain(value: object) -> str:
-    """A fact's value, quoted where it could be taken for something else."""
-    text = str(value)
-    ambiguous = isinstance(value, str) and any(character in text for character in ' "=')
-    return json.dumps(text) if ambiguous or not text.isprintable() else text
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
-
-
-class _JsonFormatter(logging.Formatter):
-    """One JSON object per line, with the facts as members."""
-
-    def __init__(self, service: str) -> None:
-        super().__init__()
-        self._service = service
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {"time": record.created, "level": record.levelname.lower(), "service": self._service}
-        line |= {"event": record.getMessage()} | {k: v for k, v in vars(record).items() if k not in _PLAIN}
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+    """Logs as the settings say; see `protos.logs`."""
+    logs.start(settings.log_name or service, settings.log_level, settings.log_format)
 
 
 def calm_collector() -> None:

@@ -27,7 +27,7 @@ CLOCKS = {
 TELLERS = {
     "pagewire/bench_report.py": "the date of a report",
     "pagewire/top.py": "the time of a picture",
-    "protos/process.py": "the time of a log line",
+    "protos/logs.py": "the time of a log line",
     "protos/tracing.py": "where spans lie, by one look at the start",
     "router/tokenizer.py": "the date in a chat template's prompt",
     "scheduler/recorder.py": "the date of a record",
