@@ -1,4 +1,4 @@
-"""Keeps a chain of services running on this machine: starts them in order, restarts what dies, stops them in reverse.
+"""Keeps a chain of services running on this machine: starts them, restarts what dies, stops them in reverse order.
 
 A service that has served, and then takes connections and answers none of a few health checks in a row, is killed and
 started again: it is suspended, or its event loop hangs. What its work is at, its own health says to others.

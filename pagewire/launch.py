@@ -157,7 +157,7 @@ def shared_settings(**values: str | int | None) -> tuple[Setting, ...]:
 
 
 def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
-    """All services in the order of their start, with their sockets in `directory`."""
+    """All services, each behind those that it needs, with their sockets in `directory`."""
 
     def sockets(service: str) -> dict[str, str]:
         """By the names of its processes, which have numbers where there are several."""
