@@ -36,6 +36,7 @@ from worker.model_runner import ModelRunner
 from worker.models.llama import LlamaConfig, LlamaForCausalLM
 from worker.step_in_flight import StepInFlight
 from worker.streams import streams_of
+from worker.weights import tensors_of
 
 LLAMA_3_8B = LlamaConfig(
     vocabulary_size=128256,
@@ -254,5 +255,5 @@ def _time_steps(
 
 def _tensors(model: LlamaForCausalLM) -> dict[str, Tensor]:
     """Its weights by their names in a checkpoint; all of them, since no other rank has any."""
-    targets = model.checkpoint_tensors().items()
+    targets = tensors_of(model.pieces()).items()
     return {name: target for name, target in targets if isinstance(target, Tensor)}

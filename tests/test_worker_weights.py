@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from worker_fakes import tiny_checkpoint, tiny_llama, tiny_runner
 
+from kernels.choice import choose
 from worker.checkpoint import (
     ModelError,
     UnsupportedModel,
@@ -15,8 +16,10 @@ from worker.checkpoint import (
     find_checkpoint,
     read_config,
 )
+from worker.layers.linear import Linear
 from worker.layers.rotary import RotaryTable
 from worker.models.llama import LlamaConfig, LlamaForCausalLM
+from worker.weights import load_weights, tensors_of
 
 CPU = torch.device("cpu")
 
@@ -42,8 +45,9 @@ def weights_of(directory, dtype="float32"):
     """Before they are packed, after which the plain ones are let go."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlamaForCausalLM, "pack", lambda model: None)
+        patch.setattr(Linear, "pack", lambda *_: None)
         model = tiny_runner(directory, dtype=dtype)._model
-    return model.checkpoint_tensors(), model
+    return tensors_of(model.pieces()), model
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
@@ -53,6 +57,23 @@ def test_every_tensor_of_a_checkpoint_arrives_in_its_place(tmp_path, changes):
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+def test_a_layer_is_packed_before_the_next_one_takes_memory(directory, monkeypatch):
+    operations = choose(CPU, torch.float32, head_dim=8, block_size=16)
+    config = LlamaConfig.from_json(read_config(directory))
+    model = LlamaForCausalLM(config, operations=operations, dtype=torch.float32, device=CPU)
+    last = [layer.mlp.down for layer in model.layers]
+    held = {}
+
+    def pack(linear, operations):
+        held[linear] = ["weight" in vars(down) for down in last]
+        pack_it(linear, operations)
+
+    pack_it = Linear.pack
+    monkeypatch.setattr(Linear, "pack", pack)
+    load_weights(directory, model.pieces(), model.leaves_out)
+    assert [held[down] for down in last] == [[True, False], [True, True]]
 
 
 def test_shards_are_read_through_their_index(tmp_path):

@@ -1,8 +1,11 @@
 """Copies a checkpoint's tensors straight into a model's: safetensors only, in one file or in shards, never pickle."""
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -17,37 +20,66 @@ _INDEX = "model.safetensors.index.json"
 _BYTES_AT_ONCE = 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a model that is filled and packed before the next one takes memory for what it is filled into.
+
+    Attributes:
+        tensors: gives the name of each tensor in the checkpoint -> where its values, or this rank's part of them, go in
+            place. It takes the memory for them.
+        pack: puts what was filled into the layout that the device multiplies fastest, and lets the plain weights go.
+    """
+
+    tensors: Callable[[], dict[str, Target]]
+    pack: Callable[[], None]
+
+
+def tensors_of(pieces: Iterable[Piece]) -> dict[str, Target]:
+    """Of all pieces, at once."""
+    return {name: target for piece in pieces for name, target in piece.tensors().items()}
+
+
 def load_weights(
     directory: Path,
-    tensors: Mapping[str, Target],
+    pieces: Iterable[Piece],
     leaves_out: Callable[[str], bool],
     one_name: Callable[[str], str] = str,
 ) -> None:
-    """Fills every tensor of `tensors`, converting to its dtype on the way; at most 64 MiB, or one tensor if that is
-    larger, are in memory twice at a time.
+    """Fills and packs every piece, converting to its dtypes on the way. In memory beside what is packed are one piece
+    and 64 MiB of the checkpoint, or one tensor if that is larger.
 
     Args:
         directory: of the checkpoint.
-        tensors: name in the checkpoint -> where its values, or this rank's part of them, go, in place.
-        leaves_out: whether a tensor of that name in the checkpoint is of no use to the model.
-        one_name: from the checkpoint's name of a tensor to the one that `tensors` and `leaves_out` know.
+        pieces: of the model, in order.
+        leaves_out: whether a tensor of that name in the checkpoint may be of no use to the model.
+        one_name: from the checkpoint's name of a tensor to the one that `pieces` and `leaves_out` know.
 
     Raises:
         ModelError: a tensor is missing, unexpected or of another shape, or a file can not be read.
     """
-    missing = dict(tensors)
-    unexpected = []
+    left: dict[str, tuple[Path, str]] = {}
+    unexpected, missing = [], []
     for path in _weight_files(directory):
-        for stored_name, tensor in _read(path):
+        for stored_name in _names(path):
             name = one_name(stored_name)
-            if leaves_out(name):
-                continue
-            if name not in missing:
+            if name in left and not leaves_out(name):
                 unexpected.append(stored_name)
-                continue
-            _fill(missing.pop(name), tensor, stored_name)
+            left[name] = (path, stored_name)
+    for piece in pieces:
+        tensors = piece.tensors()
+        missing += [name for name in tensors if name not in left]
+        of_files: dict[Path, dict[str, Target]] = {}
+        for name in tensors.keys() & left.keys():
+            path, stored_name = left.pop(name)
+            of_files.setdefault(path, {})[stored_name] = tensors[name]
+        for path, targets in of_files.items():
+            for stored_name, tensor in _read(path, targets):
+                _fill(targets[stored_name], tensor, stored_name)
+        if not missing:
+            piece.pack()
     if missing:
         raise ModelError(f"{directory} lacks {_list(missing)}")
+    unexpected += [stored_name for name, (_, stored_name) in left.items() if not leaves_out(name)]
     if unexpected:
         raise ModelError(f"{directory} holds {_list(unexpected)}, which this architecture has no place for")
 
@@ -61,24 +93,35 @@ def weight_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in _weight_files(directory))
 
 
-def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, as it maps them: each is read when it is looked at."""
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of tensors, which is mapped as long."""
     try:
         with safe_open(path, framework="pt") as file:
-            names = iter(list(file.keys()))
-        name = next(names, None)
-        while name is not None:
-            num_bytes = 0
-            with safe_open(path, framework="pt") as file:
-                while name is not None and num_bytes < _BYTES_AT_ONCE:
-                    tensor = file.get_tensor(name)
-                    num_bytes += tensor.nbytes
-                    yield name, tensor
-                    del tensor  # or it would keep the mapping
-                    name = next(names, None)
+            yield file
     except (OSError, SafetensorError) as error:
         remedy = "it is damaged or cut short, so fetch or save the model again"
         raise ModelError(f"{path} can not be read: {error}; {remedy}") from error
+
+
+def _names(path: Path) -> list[str]:
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+def _read(path: Path, stored_names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a file, as it maps them: each is read when it is looked at."""
+    names = iter(sorted(stored_names))
+    name = next(names, None)
+    while name is not None:
+        num_bytes = 0
+        with _opened(path) as file:
+            while name is not None and num_bytes < _BYTES_AT_ONCE:
+                tensor = file.get_tensor(name)
+                num_bytes += tensor.nbytes
+                yield name, tensor
+                del tensor  # or it would keep the mapping
+                name = next(names, None)
 
 
 def _fill(target: Target, source: Tensor, name: str) -> None:

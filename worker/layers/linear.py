@@ -5,6 +5,7 @@ nn.Module would have no work, and their share of each call shows in a decode ste
 """
 
 from collections.abc import Mapping
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -44,10 +45,15 @@ class Linear:
     ) -> None:
         self.outputs = {name: share if isinstance(share, Share) else whole(share) for name, share in outputs.items()}
         out_features = sum(share.size for share in self.outputs.values())
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self._make_weight = partial(torch.empty, out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._widened, self._gated = widened, gated
         self._multiply: LinearLayer | None = None
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """[out_features, in_features], plain. It takes its memory when it is asked for first: to be filled."""
+        return self._make_weight()
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
         """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
@@ -60,7 +66,9 @@ class Linear:
         return tensors
 
     def pack(self, operations: Operations) -> None:
-        """Puts the loaded weight into the layout that these multiply fastest; the plain one is let go then."""
+        """Puts the loaded weight, once, into the layout that these multiply fastest; the plain one is let go then."""
+        if self._multiply is not None:
+            return
         self._multiply = operations.linear(self.weight, self.bias, widened=self._widened, gated=self._gated)
         if not isinstance(self._multiply, PlainLinear):
             self.weight = self.weight.new_empty(0)

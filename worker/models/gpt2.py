@@ -4,8 +4,9 @@ A decoder of Radford et al. 2018 with each block's LayerNorm moved before it and
 learned, the MLP is four times as wide as the model, and the head is the token embedding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from worker.layers.layer_norm import LayerNorm
 from worker.layers.linear import Linear, SummedLinear
 from worker.ranks import ALONE, Ranks
 from worker.shares import MLP_UNIT, Share, Target
+from worker.weights import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +119,25 @@ class GPT2ForCausalLM:
         if tied:
             self.head.tie(self.embedding)
 
-    def checkpoint_tensors(self) -> dict[str, Target]:
-        """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
-        place, tied = self.ranks.place, self.config.tied_embeddings
-        tensors = self.embedding.checkpoint_tensors("wte.weight")
-        if place.is_first:
-            tensors |= self.positions.checkpoint_tensors("wpe.weight")
+    def pieces(self) -> Iterator[Piece]:
+        """What is loaded at a time: the ends, and each block."""
+        yield Piece(self._ends, self._pack_ends)
         for index, block in zip(self.layer_indexes, self.blocks, strict=True):
-            tensors |= block.checkpoint_tensors(f"h.{index}.")
-        if place.is_last:
+            yield Piece(partial(block.checkpoint_tensors, f"h.{index}."), partial(block.pack, self.operations))
+
+    def _ends(self) -> dict[str, Target]:
+        """The name of each of their tensors in the checkpoint -> the part of our parameters that it fills."""
+        tensors = self.embedding.checkpoint_tensors("wte.weight")
+        if self.ranks.place.is_first:
+            tensors |= self.positions.checkpoint_tensors("wpe.weight")
+        if self.ranks.place.is_last:
             tensors |= self.norm.checkpoint_tensors("ln_f")
-            tensors |= {} if tied else self.head.checkpoint_tensors("")
+            tensors |= {} if self.config.tied_embeddings else self.head.checkpoint_tensors("")
         return tensors
+
+    def _pack_ends(self) -> None:
+        if self.ranks.place.is_last:
+            self.head.pack(self.operations)
 
     def checkpoint_name(self, name: str) -> str:
         """OpenAI's own checkpoints have no "transformer." before the names; those that were tuned since have."""
@@ -140,12 +149,9 @@ class GPT2ForCausalLM:
         return mask or (self.config.tied_embeddings and name == "lm_head.weight")
 
     def pack(self) -> None:
-        """Puts the loaded weights into the layout that the device multiplies fastest."""
-        for block in self.blocks:
-            for linear in (block.qkv, block.output, block.up, block.down):
-                linear.pack(self.operations)
-        if self.ranks.place.is_last:
-            self.head.pack(self.operations)
+        """Packs the pieces that are not packed yet."""
+        for piece in self.pieces():
+            piece.pack()
 
     def __call__(
         self,
@@ -205,12 +211,17 @@ class Block:
         self.down = summed(mlp, "mlp.c_proj")
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
-        """As the model's, for one block."""
+        """As for the ends, for one block."""
         tensors = self.attention_norm.checkpoint_tensors(f"{prefix}ln_1")
         tensors |= self.mlp_norm.checkpoint_tensors(f"{prefix}ln_2")
         for linear in (self.qkv, self.output, self.up, self.down):
             tensors |= _transposed(linear.checkpoint_tensors(prefix))
         return tensors
+
+    def pack(self, operations: Operations) -> None:
+        """See `Linear.pack`."""
+        for linear in (self.qkv, self.output, self.up, self.down):
+            linear.pack(operations)
 
     def __call__(self, x: Tensor, layer_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         """Like `x`, [num_tokens, hidden_size]."""

@@ -7,8 +7,9 @@ Hidden states are [num_tokens, hidden_size]: the tokens of all sequences stand i
 where one sequence ends. What differs between members of the family stands in `LlamaConfig`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -26,6 +27,7 @@ from worker.layers.rotary import Rope, RotaryTable
 from worker.models.rope_config import longest_context, read_rope
 from worker.ranks import ALONE, Ranks
 from worker.shares import MLP_UNIT, Target
+from worker.weights import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +164,24 @@ class LlamaForCausalLM:
         # What calls them all and computes the same, where the operations can; see `pack`.
         self.layers_at_once: CpuDecoder | None = None
 
-    def checkpoint_tensors(self) -> dict[str, Target]:
-        """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
-        place, tied = self.ranks.place, self.config.tied_embeddings
-        tensors = self.embedding.checkpoint_tensors("model.embed_tokens.weight")
+    def pieces(self) -> Iterator[Piece]:
+        """What is loaded at a time: the ends, and each layer."""
+        yield Piece(self._ends, self._pack_ends)
         for index, layer in zip(self.layer_indexes, self.layers, strict=True):
-            tensors |= layer.checkpoint_tensors(f"model.layers.{index}.")
-        if place.is_last:
+            name = f"model.layers.{index}."
+            yield Piece(partial(layer.checkpoint_tensors, name), partial(layer.pack, self.operations))
+
+    def _ends(self) -> dict[str, Target]:
+        """The name of each of their tensors in the checkpoint -> the part of our parameters that it fills."""
+        tensors = self.embedding.checkpoint_tensors("model.embed_tokens.weight")
+        if self.ranks.place.is_last:
             tensors["model.norm.weight"] = self.norm.weight
-            tensors |= {} if tied else self.head.checkpoint_tensors("")
+            tensors |= {} if self.config.tied_embeddings else self.head.checkpoint_tensors("")
         return tensors
+
+    def _pack_ends(self) -> None:
+        if self.ranks.place.is_last:
+            self.head.pack(self.operations)
 
     def checkpoint_name(self, name: str) -> str:
         """The one name of a tensor that checkpoints know by several; here each has one."""
@@ -182,12 +192,9 @@ class LlamaForCausalLM:
         return name.endswith("rotary_emb.inv_freq") or (self.config.tied_embeddings and name == "lm_head.weight")
 
     def pack(self) -> None:
-        """Puts the loaded weights into the layout that the device multiplies fastest."""
-        for layer in self.layers:
-            for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
-                linear.pack(self.operations)
-        if self.ranks.place.is_last:
-            self.head.pack(self.operations)
+        """Packs the pieces that are not packed yet, and makes one call of all layers where it can."""
+        for piece in self.pieces():
+            piece.pack()
         if self.operations.decoder is not None and self.ranks.place.size == 1:
             shape = DecoderShape(
                 self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.config.norm_epsilon
@@ -247,7 +254,7 @@ class DecoderLayer:
         self.mlp = MLP(config, dtype=dtype, device=device, ranks=ranks)
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
-        """As the model's, for one layer."""
+        """As for the ends, for one layer."""
         return {
             f"{prefix}input_layernorm.weight": self.attention_norm.weight,
             f"{prefix}post_attention_layernorm.weight": self.mlp_norm.weight,
@@ -255,6 +262,11 @@ class DecoderLayer:
             **self.mlp.gate_up.checkpoint_tensors(f"{prefix}mlp."),
             **self.mlp.down.checkpoint_tensors(f"{prefix}mlp."),
         }
+
+    def pack(self, operations: Operations) -> None:
+        """See `Linear.pack`."""
+        for linear in (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down):
+            linear.pack(operations)
 
     def described(self) -> DescribedLayer:
         """What the operations make one call of all layers from; packed."""
@@ -321,7 +333,7 @@ class Attention:
                 )
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
-        """As the model's, for this part of one layer."""
+        """As for the ends, for this part of one layer."""
         norms: dict[str, Target] = {f"{prefix}{name}.weight": norm.weight for name, norm in self.head_norms.items()}
         return self.qkv.checkpoint_tensors(prefix) | self.output.checkpoint_tensors(prefix) | norms
 

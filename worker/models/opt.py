@@ -5,8 +5,9 @@ puts its LayerNorms behind each block instead of before it, has none behind the 
 space than its layers work in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -20,6 +21,7 @@ from worker.layers.layer_norm import LayerNorm
 from worker.layers.linear import Linear, SummedLinear
 from worker.ranks import ALONE, Ranks
 from worker.shares import MLP_UNIT, Share, Target
+from worker.weights import Piece
 
 # Position 0 stands in row 2 of the table: fairseq kept the rows up to its padding id for padding.
 _FIRST_POSITION = 2
@@ -133,22 +135,33 @@ class OPTForCausalLM:
         if tied:
             self.head.tie(self.embedding)
 
-    def checkpoint_tensors(self) -> dict[str, Target]:
-        """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
-        place, tied = self.ranks.place, self.config.tied_embeddings
+    def pieces(self) -> Iterator[Piece]:
+        """What is loaded at a time: the ends, and each layer."""
+        yield Piece(self._ends, self._pack_ends)
+        for index, layer in zip(self.layer_indexes, self.layers, strict=True):
+            yield Piece(partial(layer.checkpoint_tensors, f"layers.{index}."), partial(layer.pack, self.operations))
+
+    def _ends(self) -> dict[str, Target]:
+        """The name of each of their tensors in the checkpoint -> the part of our parameters that it fills."""
+        place = self.ranks.place
         tensors = self.embedding.checkpoint_tensors("embed_tokens.weight")
         if place.is_first:
             tensors |= self.positions.checkpoint_tensors("embed_positions.weight")
         for projection, is_here in ((self.project_in, place.is_first), (self.project_out, place.is_last)):
             if projection is not None and is_here:
                 tensors |= projection.checkpoint_tensors("")
-        for index, layer in zip(self.layer_indexes, self.layers, strict=True):
-            tensors |= layer.checkpoint_tensors(f"layers.{index}.")
         if self.norm is not None and place.is_last:
             tensors |= self.norm.checkpoint_tensors("final_layer_norm")
-        if place.is_last and not tied:
+        if place.is_last and not self.config.tied_embeddings:
             tensors |= self.head.checkpoint_tensors("")
         return tensors
+
+    def _pack_ends(self) -> None:
+        for projection in (self.project_in, self.project_out):
+            if projection is not None:
+                projection.pack(self.operations)
+        if self.ranks.place.is_last:
+            self.head.pack(self.operations)
 
     def checkpoint_name(self, name: str) -> str:
         """Names begin with "model.decoder.", or, where the model was saved without its head, with "decoder."."""
@@ -159,15 +172,9 @@ class OPTForCausalLM:
         return self.config.tied_embeddings and name == "lm_head.weight"
 
     def pack(self) -> None:
-        """Puts the loaded weights into the layout that the device multiplies fastest."""
-        for layer in self.layers:
-            for linear in (layer.qkv, layer.output, layer.up, layer.down):
-                linear.pack(self.operations)
-        for projection in (self.project_in, self.project_out):
-            if projection is not None:
-                projection.pack(self.operations)
-        if self.ranks.place.is_last:
-            self.head.pack(self.operations)
+        """Packs the pieces that are not packed yet."""
+        for piece in self.pieces():
+            piece.pack()
 
     def __call__(
         self,
@@ -227,12 +234,17 @@ class DecoderLayer:
         self.down = summed(mlp, "fc2")
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
-        """As the model's, for one layer."""
+        """As for the ends, for one layer."""
         tensors = self.attention_norm.checkpoint_tensors(f"{prefix}self_attn_layer_norm")
         tensors |= self.mlp_norm.checkpoint_tensors(f"{prefix}final_layer_norm")
         for linear in (self.qkv, self.output, self.up, self.down):
             tensors |= linear.checkpoint_tensors(prefix)
         return tensors
+
+    def pack(self, operations: Operations) -> None:
+        """See `Linear.pack`."""
+        for linear in (self.qkv, self.output, self.up, self.down):
+            linear.pack(operations)
 
     def __call__(self, x: Tensor, layer_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         """Like `x`, [num_tokens, hidden_size]."""

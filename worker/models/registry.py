@@ -5,7 +5,7 @@ to transformers like an architecture that none of them knows.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -19,8 +19,7 @@ from worker.models.llama import LlamaConfig, LlamaForCausalLM
 from worker.models.model import Model, ModelNumbers
 from worker.models.opt import OPTConfig, OPTForCausalLM
 from worker.ranks import ALONE, Ranks
-from worker.shares import Target
-from worker.weights import load_weights
+from worker.weights import Piece, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +35,8 @@ class OurNumbers(ModelNumbers, Protocol):
 class OurModel(Model, Protocol):
     """A model that is filled from a checkpoint by `worker.weights`."""
 
-    def checkpoint_tensors(self) -> Mapping[str, Target]:
-        """The name of each tensor in the checkpoint -> the part of our parameters that it fills."""
+    def pieces(self) -> Iterator[Piece]:
+        """What is loaded at a time: the ends, and each layer."""
 
     def checkpoint_name(self, name: str) -> str:
         """The one name of a tensor that checkpoints know by several."""
@@ -46,7 +45,7 @@ class OurModel(Model, Protocol):
         """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
 
     def pack(self) -> None:
-        """Puts the loaded weights into the layout that the device multiplies fastest."""
+        """Packs the pieces that are not packed yet, and makes of them what is run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +139,10 @@ def load_model(
 
 
 def _fill(model: OurModel, directory: Path) -> OurModel:
-    _load(model, directory)
-    model.pack()  # which lets the plain weights go, one by one
+    # What is not of this stage is of another one; whether it is of any nobody looks.
+    is_stage = model.ranks.place.num_stages > 1
+    load_weights(
+        directory, model.pieces(), lambda name: is_stage or model.leaves_out(name), one_name=model.checkpoint_name
+    )
+    model.pack()
     return model
-
-
-def _load(model: OurModel, directory: Path) -> None:
-    tensors = model.checkpoint_tensors()
-
-    def leaves_out(name: str) -> bool:
-        # What is not of this stage is of another one; whether it is of any nobody looks.
-        return model.leaves_out(name) or (model.ranks.place.num_stages > 1 and name not in tensors)
-
-    load_weights(directory, tensors, leaves_out, model.checkpoint_name)
