@@ -36,7 +36,7 @@ from worker.model_runner import ModelRunner
 from worker.models.llama import LlamaConfig, LlamaForCausalLM
 from worker.step_in_flight import StepInFlight
 from worker.streams import streams_of
-from worker.weights import tensors_of
+from worker.weights import Piece
 
 LLAMA_3_8B = LlamaConfig(
     vocabulary_size=128256,
@@ -141,12 +141,13 @@ class ModelCases:
     def _model(self) -> LlamaForCausalLM:
         operations = choose(self._device, self._dtype, head_dim=self._config.head_dim, block_size=16)
         model = LlamaForCausalLM(self._config, operations=operations, dtype=self._dtype, device=self._device)
-        for name, tensor in _tensors(model).items():
-            if "norm" in name:
-                tensor.fill_(1)
-            else:
-                tensor.normal_(0, 0.02)
-        model.pack()
+        for piece in model.pieces():
+            for name, tensor in _tensors(piece).items():
+                if "norm" in name:
+                    tensor.fill_(1)
+                else:
+                    tensor.normal_(0, 0.02)
+            piece.pack()
         return model
 
     @cached_property
@@ -192,7 +193,12 @@ class ModelCases:
         _time_steps(runner, step, 3, self._device)
         times = [_time_steps(runner, step, self._load.steps, self._device) for _ in range(self._load.rounds)]
         runner.execute(ExecuteModelRequest(finished_request_ids=pack(range(batch))))
-        weights = sum(tensor.nbytes for name, tensor in _tensors(self._model).items() if "embed" not in name)
+        weights = sum(
+            tensor.nbytes
+            for piece in self._model.pieces()
+            for name, tensor in _tensors(piece).items()
+            if "embed" not in name
+        )
         return Timed(
             time_us=statistics.median(time_us for time_us, _ in times),
             host_us=statistics.median(host_us for _, host_us in times),
@@ -253,7 +259,6 @@ def _time_steps(
     return 1e3 * ended.ms_since(begun) / count, 1e6 * host_s / count
 
 
-def _tensors(model: LlamaForCausalLM) -> dict[str, Tensor]:
+def _tensors(piece: Piece) -> dict[str, Tensor]:
     """Its weights by their names in a checkpoint; all of them, since no other rank has any."""
-    targets = tensors_of(model.pieces()).items()
-    return {name: target for name, target in targets if isinstance(target, Tensor)}
+    return {name: target for name, target in piece.tensors().items() if isinstance(target, Tensor)}

@@ -10,7 +10,6 @@ from kernels.cpu import CpuKernels, KernelsUnavailable, runnable_levels  # noqa:
 from worker.layers.attention import AttentionMetadata  # noqa: E402
 from worker.layers.rotary import DefaultRope  # noqa: E402
 from worker.models.llama import LlamaConfig, LlamaForCausalLM  # noqa: E402
-from worker.weights import tensors_of  # noqa: E402
 
 try:
     LEVELS = [*runnable_levels(), *build.MODELS]
@@ -51,10 +50,11 @@ def build_model(config=CONFIG, dtype=torch.bfloat16, level=None, *, is_quantized
         operations = choice.with_int8_weights(operations)
     model = LlamaForCausalLM(config, operations=operations, dtype=dtype, device=CPU)
     generator = torch.Generator().manual_seed(0)
-    for name, tensor in tensors_of(model.pieces()).items():
-        values = torch.randn(tensor.shape, generator=generator) * 0.2
-        tensor.copy_(values + 1 if "norm" in name else values)
-    model.pack()
+    for piece in model.pieces():
+        for name, tensor in piece.tensors().items():
+            values = torch.randn(tensor.shape, generator=generator) * 0.2
+            tensor.copy_(values + 1 if "norm" in name else values)
+        piece.pack()
     return model
 
 

@@ -13,7 +13,6 @@ from worker.cache_engine import CacheEngine, CacheShape
 from worker.inputs import StepLimits, make_inputs, read_step
 from worker.model_runner import ModelRunner
 from worker.models.registry import ARCHITECTURES
-from worker.weights import tensors_of
 
 BLOCK_SIZE, NUM_BLOCKS, VOCABULARY_SIZE = 8, 24, 97
 LLAMA = {
@@ -80,11 +79,12 @@ def make_model(name, operations, dtype, device):
         architecture.numbers.from_json(config), operations=operations, dtype=dtype, device=device
     )
     generator = torch.Generator().manual_seed(0)
-    for tensor_name, tensor in tensors_of(model.pieces()).items():
-        drawn = torch.randn(tensor.shape, generator=generator)
-        is_scale = tensor.ndim == 1 and tensor_name.endswith("weight")
-        tensor.copy_(1 + 0.2 * drawn if is_scale else 0.2 * drawn if tensor.ndim == 1 else 0.3 * drawn)
-    model.pack()
+    for piece in model.pieces():
+        for tensor_name, tensor in piece.tensors().items():
+            drawn = torch.randn(tensor.shape, generator=generator)
+            is_scale = tensor.ndim == 1 and tensor_name.endswith("weight")
+            tensor.copy_(1 + 0.2 * drawn if is_scale else 0.2 * drawn if tensor.ndim == 1 else 0.3 * drawn)
+        piece.pack()
     return model
 
 

@@ -19,7 +19,7 @@ from worker.checkpoint import (
 from worker.layers.linear import Linear
 from worker.layers.rotary import RotaryTable
 from worker.models.llama import LlamaConfig, LlamaForCausalLM
-from worker.weights import load_weights, tensors_of
+from worker.weights import load_weights
 
 CPU = torch.device("cpu")
 
@@ -44,10 +44,10 @@ def change_weights(directory, change):
 def weights_of(directory, dtype="float32"):
     """Before they are packed, after which the plain ones are let go."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LlamaForCausalLM, "pack", lambda model: None)
+        patch.setattr(LlamaForCausalLM, "_join_layers", lambda _: None)
         patch.setattr(Linear, "pack", lambda *_: None)
         model = tiny_runner(directory, dtype=dtype)._model
-    return tensors_of(model.pieces()), model
+    return {name: tensor for piece in model.pieces() for name, tensor in piece.tensors().items()}, model
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])

@@ -34,11 +34,6 @@ class Piece:
     pack: Callable[[], None]
 
 
-def tensors_of(pieces: Iterable[Piece]) -> dict[str, Target]:
-    """Of all pieces, at once."""
-    return {name: target for piece in pieces for name, target in piece.tensors().items()}
-
-
 def load_weights(
     directory: Path,
     pieces: Iterable[Piece],

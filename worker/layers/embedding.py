@@ -81,7 +81,9 @@ class Head(Linear):
         self._tied = embedding
 
     def pack(self, operations: Operations) -> None:
-        """As `Linear.pack`; so are an embedding's vectors that only the head has a use for."""
+        """As `Linear.pack`, at the last stage; so are an embedding's vectors that only the head has a use for."""
+        if not self._ranks.place.is_last:
+            return
         super().pack(operations)
         if self._tied is not None and not self._ranks.place.is_first:
             self._tied.weight = self.weight

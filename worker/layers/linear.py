@@ -66,9 +66,7 @@ class Linear:
         return tensors
 
     def pack(self, operations: Operations) -> None:
-        """Puts the loaded weight, once, into the layout that these multiply fastest; the plain one is let go then."""
-        if self._multiply is not None:
-            return
+        """Puts the loaded weight into the layout that these multiply fastest; the plain one is let go then."""
         self._multiply = operations.linear(self.weight, self.bias, widened=self._widened, gated=self._gated)
         if not isinstance(self._multiply, PlainLinear):
             self.weight = self.weight.new_empty(0)

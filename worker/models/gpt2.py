@@ -121,7 +121,7 @@ class GPT2ForCausalLM:
 
     def pieces(self) -> Iterator[Piece]:
         """What is loaded at a time: the ends, and each block."""
-        yield Piece(self._ends, self._pack_ends)
+        yield Piece(self._ends, partial(self.head.pack, self.operations))
         for index, block in zip(self.layer_indexes, self.blocks, strict=True):
             yield Piece(partial(block.checkpoint_tensors, f"h.{index}."), partial(block.pack, self.operations))
 
@@ -135,10 +135,6 @@ class GPT2ForCausalLM:
             tensors |= {} if self.config.tied_embeddings else self.head.checkpoint_tensors("")
         return tensors
 
-    def _pack_ends(self) -> None:
-        if self.ranks.place.is_last:
-            self.head.pack(self.operations)
-
     def checkpoint_name(self, name: str) -> str:
         """OpenAI's own checkpoints have no "transformer." before the names; those that were tuned since have."""
         return name.removeprefix("transformer.")
@@ -147,11 +143,6 @@ class GPT2ForCausalLM:
         """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
         mask = name.endswith((".attn.bias", ".attn.masked_bias"))  # the causal mask, not a projection's bias
         return mask or (self.config.tied_embeddings and name == "lm_head.weight")
-
-    def pack(self) -> None:
-        """Packs the pieces that are not packed yet."""
-        for piece in self.pieces():
-            piece.pack()
 
     def __call__(
         self,

@@ -161,15 +161,16 @@ class LlamaForCausalLM:
         if tied:
             self.head.tie(self.embedding)
         self.rotary = RotaryTable(config.rope, config.head_dim, config.context_length, dtype=dtype, device=device)
-        # What calls them all and computes the same, where the operations can; see `pack`.
+        # What calls them all and computes the same, where the operations can; see `_join_layers`.
         self.layers_at_once: CpuDecoder | None = None
 
     def pieces(self) -> Iterator[Piece]:
-        """What is loaded at a time: the ends, and each layer."""
-        yield Piece(self._ends, self._pack_ends)
+        """What is loaded at a time: the ends, and each layer; the last piece loads nothing and joins the layers."""
+        yield Piece(self._ends, partial(self.head.pack, self.operations))
         for index, layer in zip(self.layer_indexes, self.layers, strict=True):
             name = f"model.layers.{index}."
             yield Piece(partial(layer.checkpoint_tensors, name), partial(layer.pack, self.operations))
+        yield Piece(dict, self._join_layers)
 
     def _ends(self) -> dict[str, Target]:
         """The name of each of their tensors in the checkpoint -> the part of our parameters that it fills."""
@@ -179,10 +180,6 @@ class LlamaForCausalLM:
             tensors |= {} if self.config.tied_embeddings else self.head.checkpoint_tensors("")
         return tensors
 
-    def _pack_ends(self) -> None:
-        if self.ranks.place.is_last:
-            self.head.pack(self.operations)
-
     def checkpoint_name(self, name: str) -> str:
         """The one name of a tensor that checkpoints know by several; here each has one."""
         return name
@@ -191,10 +188,8 @@ class LlamaForCausalLM:
         """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
         return name.endswith("rotary_emb.inv_freq") or (self.config.tied_embeddings and name == "lm_head.weight")
 
-    def pack(self) -> None:
-        """Packs the pieces that are not packed yet, and makes one call of all layers where it can."""
-        for piece in self.pieces():
-            piece.pack()
+    def _join_layers(self) -> None:
+        """Makes one call of all packed layers, where the operations can."""
         if self.operations.decoder is not None and self.ranks.place.size == 1:
             shape = DecoderShape(
                 self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.config.norm_epsilon

@@ -147,9 +147,8 @@ class OPTForCausalLM:
         tensors = self.embedding.checkpoint_tensors("embed_tokens.weight")
         if place.is_first:
             tensors |= self.positions.checkpoint_tensors("embed_positions.weight")
-        for projection, is_here in ((self.project_in, place.is_first), (self.project_out, place.is_last)):
-            if projection is not None and is_here:
-                tensors |= projection.checkpoint_tensors("")
+        for projection in self._projections():
+            tensors |= projection.checkpoint_tensors("")
         if self.norm is not None and place.is_last:
             tensors |= self.norm.checkpoint_tensors("final_layer_norm")
         if place.is_last and not self.config.tied_embeddings:
@@ -157,11 +156,16 @@ class OPTForCausalLM:
         return tensors
 
     def _pack_ends(self) -> None:
-        for projection in (self.project_in, self.project_out):
-            if projection is not None:
-                projection.pack(self.operations)
-        if self.ranks.place.is_last:
-            self.head.pack(self.operations)
+        for projection in self._projections():
+            projection.pack(self.operations)
+        self.head.pack(self.operations)
+
+    def _projections(self) -> Iterator[Linear]:
+        """Those that this stage calls."""
+        place = self.ranks.place
+        for projection, is_here in ((self.project_in, place.is_first), (self.project_out, place.is_last)):
+            if projection is not None and is_here:
+                yield projection
 
     def checkpoint_name(self, name: str) -> str:
         """Names begin with "model.decoder.", or, where the model was saved without its head, with "decoder."."""
@@ -170,11 +174,6 @@ class OPTForCausalLM:
     def leaves_out(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
         return self.config.tied_embeddings and name == "lm_head.weight"
-
-    def pack(self) -> None:
-        """Packs the pieces that are not packed yet."""
-        for piece in self.pieces():
-            piece.pack()
 
     def __call__(
         self,

@@ -36,16 +36,13 @@ class OurModel(Model, Protocol):
     """A model that is filled from a checkpoint by `worker.weights`."""
 
     def pieces(self) -> Iterator[Piece]:
-        """What is loaded at a time: the ends, and each layer."""
+        """What is loaded at a time, in order; once the last one is packed, the model can be called."""
 
     def checkpoint_name(self, name: str) -> str:
         """The one name of a tensor that checkpoints know by several."""
 
     def leaves_out(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
-
-    def pack(self) -> None:
-        """Packs the pieces that are not packed yet, and makes of them what is run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,5 +141,4 @@ def _fill(model: OurModel, directory: Path) -> OurModel:
     load_weights(
         directory, model.pieces(), lambda name: is_stage or model.leaves_out(name), one_name=model.checkpoint_name
     )
-    model.pack()
     return model
