@@ -299,6 +299,7 @@ class SlowDevice:
         self._launch = runner.launch
         self._ended = [threading.Event() for _ in range(4)]
         self.launched = [asyncio.Event() for _ in range(4)]
+        self.asked = [asyncio.Event() for _ in range(4)]  # whether it has ended; from then on it is waited for in order
         self.failing, self.waited_for = set(), []
         monkeypatch.setattr(runner, "launch", self.launch)
 
@@ -313,7 +314,9 @@ class SlowDevice:
             raise RuntimeError("the device says no")
 
     def has_ended(self, step_id):
-        return self._ended[step_id].is_set()
+        has_ended = self._ended[step_id].is_set()
+        self._loop.call_soon_threadsafe(self.asked[step_id].set)
+        return has_ended
 
     def end(self, step_id):
         self._ended[step_id].set()
@@ -359,14 +362,14 @@ async def test_a_worker_is_there_again_when_the_device_is_at_no_step_of_a_stream
     async with asyncio.timeout(20):
         await stream.write(prompt(epoch))
         await stream.write(decode(epoch, 1))
-        await device.launched[1].wait()
+        await device.asked[1].wait()
         stream.cancel()
         while not service._ending:
             await asyncio.sleep(0)
         device.end(0)
         device.end(1)
         await stub.GetInfo(GetInfoRequest())
-        assert set(device.waited_for) == {0, 1}
+        assert device.waited_for == [0, 1]
 
 
 async def test_a_step_that_fails_on_the_device_takes_those_behind_it_along(worker, monkeypatch, caplog):
