@@ -9,6 +9,8 @@ import grpc
 from pagewire.errors import PagewireError
 from protos.tls import ClientTls, TlsError
 
+DEFAULT_TARGET = "127.0.0.1:50051"
+
 
 class AccessError(PagewireError):
     """A CA, certificate or key can not be used, or they do not go together."""

@@ -7,13 +7,13 @@ Options and help stand here, what the commands do in the modules that they impor
 import dataclasses
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pagewire.access import Access
-from pagewire.client import DEFAULT_TARGET
+from pagewire.access import DEFAULT_TARGET, Access
 from pagewire.errors import DeadlineExceeded, PagewireError, RequestError, Unavailable
+from protos import logs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,45 +41,12 @@ app = typer.Typer(
 )
 
 
-class LogLevel(StrEnum):
-    """Least severe line that services log."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
-
-
-class LogFormat(StrEnum):
-    """How services write their log lines."""
-
-    text = "text"
-    json = "json"
-
-
 class Service(StrEnum):
-    """A kind of process of a cluster."""
+    """A kind of process of a cluster; an enum, since typer takes no list of literals."""
 
     worker = "worker"
     scheduler = "scheduler"
     router = "router"
-
-
-class Executor(StrEnum):
-    """How a worker runs its ranks."""
-
-    auto = "auto"
-    uni = "uni"
-    mp = "mp"
-    ray = "ray"
-
-
-class EarlyStopping(StrEnum):
-    """When a beam search ends."""
-
-    true = "true"
-    false = "false"
-    never = "never"
 
 
 _EARLY_STOPPING: dict[str | None, Any] = {None: None, "true": True, "false": False, "never": "never"}
@@ -155,11 +122,13 @@ def up(
     served_model_name: Annotated[str | None, typer.Option(help="The name that requests may carry.")] = None,
     routers: Routers = 1,
     replicas: Replicas = 1,
-    executor: Annotated[Executor | None, typer.Option(help="How each worker runs its ranks.")] = None,
+    executor: Annotated[
+        Literal["auto", "uni", "mp", "ray"] | None, typer.Option(help="How each worker runs its ranks.")
+    ] = None,
     tensor_parallel_size: TensorParallelSize = None,
     pipeline_parallel_size: PipelineParallelSize = None,
-    log_level: Annotated[LogLevel | None, typer.Option(help="Least severe line logged.")] = None,
-    log_format: Annotated[LogFormat | None, typer.Option(help="Text, or a JSON object per line.")] = None,
+    log_level: Annotated[logs.LogLevel | None, typer.Option(help="Least severe line logged.")] = None,
+    log_format: Annotated[logs.LogFormat | None, typer.Option(help="Text, or a JSON object per line.")] = None,
     record: Annotated[
         Path | None, typer.Option(help="File for all that a scheduler decides, for `replay`; prompts are in it.")
     ] = None,
@@ -182,11 +151,11 @@ def up(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         served_model_name=served_model_name,
-        executor=executor and executor.value,
+        executor=executor,
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
-        log_level=log_level and log_level.value,
-        log_format=log_format and log_format.value,
+        log_level=log_level,
+        log_format=log_format,
         record=None if record is None else str(record),
     )
     told = (*shared, *map(Setting.parse, settings or ()))
@@ -236,7 +205,7 @@ def restart_(
     """Replace processes of the cluster on this machine, one by one: streams go on. Exit 1 if one does not come back."""
     from pagewire.restart import restart
 
-    restart(port, [service.value for service in services], _console(), ctx.obj, timeout)
+    restart(port, services, _console(), ctx.obj, timeout)
 
 
 @app.command()
@@ -292,7 +261,9 @@ def generate(
     best_of: Annotated[int | None, typer.Option(help="Sample this many and show the n most probable.")] = None,
     beam_width: Annotated[int | None, typer.Option(help="Search with so many beams rather than sample.")] = None,
     length_penalty: Annotated[float | None, typer.Option(help="The higher, the longer the answers of beams.")] = None,
-    early_stopping: Annotated[EarlyStopping | None, typer.Option(help="When a beam search ends.")] = None,
+    early_stopping: Annotated[
+        Literal["true", "false", "never"] | None, typer.Option(help="When a beam search ends.")
+    ] = None,
     stop: Stop = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
     priority: Annotated[int | None, typer.Option(help="Higher goes first, in -10 .. 10.")] = None,

@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from pagewire import results
-from pagewire.access import Access
+from pagewire.access import DEFAULT_TARGET, Access
 from pagewire.errors import RequestError, from_rpc_error
 from pagewire.request import (
     Message,
@@ -38,8 +38,6 @@ from pagewire.resumption import Resumption
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.rpc import PUBLIC_MESSAGE_BYTES
-
-DEFAULT_TARGET = "127.0.0.1:50051"
 
 # Calls of one answer are made again where nothing of it can have come (gRFC A6); streams see to that themselves.
 _RETRIES = {
