@@ -5,16 +5,24 @@ BIN := .venv/bin
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 PROTOS := $(shell find protos -name '*.proto')
 KERNELS := $(wildcard kernels/csrc/*) kernels/build.py
+COMPUTATIONS := $(wildcard tests/test_kernels_*.py tests/test_triton_*.py tests/test_decode_graphs.py)
 
-.PHONY: demo test up protos docs lint format compose-test soak soak-cancel chaos fuzz test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
+.PHONY: demo test test-services test-computations up protos docs lint format compose-test soak soak-cancel chaos fuzz test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
 
 # The main job on a bare machine: the real model through the real three processes, once.
 demo: .venv/installed
 	@$(BIN)/pagewire demo
 
-# Lint, types, tests.
-test: .venv/installed lint
-	$(BIN)/pytest
+# Lint, types, tests. Those that only compute have what the others, which mostly wait for processes, leave of two cores.
+test: .venv/installed
+	@$(MAKE) --no-print-directory --jobs=2 test-services lint test-computations
+
+test-services: .venv/installed
+	$(BIN)/pytest $(COMPUTATIONS:%=--ignore=%)
+
+# What they say is shown when they are done, since the others show their progress meanwhile.
+test-computations: .venv/installed
+	@said=$$(nice -n 19 $(BIN)/pytest $(COMPUTATIONS) 2>&1); status=$$?; printf '%s\n' "$$said"; exit $$status
 
 lint: .venv/installed
 	$(BIN)/ruff check .
