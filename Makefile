@@ -5,7 +5,8 @@ BIN := .venv/bin
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 PROTOS := $(shell find protos -name '*.proto')
 KERNELS := $(wildcard kernels/csrc/*) kernels/build.py
-COMPUTATIONS := $(wildcard tests/test_kernels_*.py tests/test_triton_*.py tests/test_decode_graphs.py)
+COMPUTATIONS := $(wildcard $(addprefix tests/test_,kernels_*.py triton_*.py models_*.py decode_graphs.py \
+    memory_pressure.py worker_memory.py worker_runner.py))
 
 .PHONY: demo test test-services test-computations up protos docs lint format compose-test soak soak-cancel chaos fuzz test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
 
@@ -22,7 +23,7 @@ test-services: .venv/installed
 
 # What they say is shown when they are done, since the others show their progress meanwhile.
 test-computations: .venv/installed
-	@said=$$(nice -n 19 $(BIN)/pytest $(COMPUTATIONS) 2>&1); status=$$?; printf '%s\n' "$$said"; exit $$status
+	@said=$$(OMP_WAIT_POLICY=passive nice -n 19 $(BIN)/pytest $(COMPUTATIONS) 2>&1); status=$$?; printf '%s\n' "$$said"; exit $$status
 
 lint: .venv/installed
 	$(BIN)/ruff check .
