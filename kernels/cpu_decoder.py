@@ -228,13 +228,13 @@ class CpuDecoder:
             block_size=block_size,
         )
         misfit = self._run(self._decoder, step)
+        if misfit == -1:
+            return out
         if misfit == -2:
             raise MemoryError("no memory for the work of a step")
         if misfit > len(context_lengths):
             raise misfit_slot(misfit - len(context_lengths) - 1, slot_mapping, num_blocks, block_size)
-        if misfit >= 0:
-            raise misfit_row(misfit, num_tokens, block_tables, query_starts, context_lengths, num_blocks)
-        return out
+        raise misfit_row(misfit, num_tokens, block_tables, query_starts, context_lengths, num_blocks)
 
     def _check(self, residual: Tensor, cos: Tensor, sin: Tensor) -> None:
         for name, x, size in (

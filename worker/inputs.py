@@ -5,6 +5,7 @@ indices; both by numpy over whole columns. What a request has sampled is the run
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -277,12 +278,11 @@ def _pairs(request: ExecuteModelRequest, field: str, from_limit: int, to_limit: 
 
 
 def _starts(lengths: Integers) -> Integers:
-    """0, and the running sum of `lengths`; int64 inside, so that no sum of int32 wraps around."""
-    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
-    lengths.cumsum(out=starts[1:])
+    """0, and the running sum of `lengths`; by Python's integers, so that no sum of int32 wraps around."""
+    starts = [0, *accumulate(lengths.tolist())]
     if starts[-1] > _MOST_ENTRIES:
         raise MalformedStep("num_new_tokens, block_table_lengths", "more entries than int32 counts")
-    return starts.astype(np.int32)
+    return np.array(starts, dtype=np.int32)
 
 
 def _check_range(field: str, column: Integers, least: int, most: int | None) -> None:

@@ -150,8 +150,8 @@ class ModelRunner:
         hidden = self._compute(inputs, scored, is_recorded=graph_size is not None)[:num_tokens]
         forwarded = self._streams.mark()
 
-        sampled = to_host(self._sample(hidden, samples, there)) if samples else None
-        prompt = to_host(self._prompt_logprobs(hidden, step, targets, there.told)) if targets else None
+        sampled = to_host(self._sample(hidden, samples, there), self.device) if samples else None
+        prompt = to_host(self._prompt_logprobs(hidden, step, targets, there.told), self.device) if targets else None
         marks = StepMarks(
             begun, prepared, forwarded, self._streams.mark(), swap, self._arrived, self._ranks.place.num_stages
         )

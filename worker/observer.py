@@ -1,6 +1,5 @@
 """What the worker exports to Prometheus and tells traces of: its steps, and the device's memory."""
 
-import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,8 +33,8 @@ class Observer:
         self.seconds = {phase: Histogram(STEP_SECONDS) for phase in ("prepare", "forward", "sample", "swap")}
         self._tracer = tracer
 
-    def executed(self, request: ExecuteModelRequest, response: ExecuteModelResponse, begin: float) -> None:
-        """A step that was begun at `begin` is done; called on the thread that saw it end."""
+    def executed(self, request: ExecuteModelRequest, response: ExecuteModelResponse, begin: float, end: float) -> None:
+        """A step has been answered, which came at `begin` and was done at `end`, both by `time.monotonic`, in s."""
         timings = response.timings
         for phase, histogram in self.seconds.items():
             histogram.observe(getattr(timings, f"{phase}_ms") / 1e3)
@@ -50,7 +49,6 @@ class Observer:
             "pagewire.sample_ms": timings.sample_ms,
             "pagewire.swap_ms": timings.swap_ms,
         }
-        end = time.monotonic()
         for row in request.traces:
             parent = TraceContext.parse(row.traceparent, row.tracestate)
             if parent is not None:

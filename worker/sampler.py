@@ -39,17 +39,21 @@ class SampledTokens:
 
     Attributes:
         token_ids: [num_samples] int64; for a sample that wants candidates the best of them; where `failed` some token.
-        logprobs: [num_samples] float32, under the model's own distribution, before all that changes it.
-        failed: [num_samples] bool: the logits gave no distribution, since one of them was NaN or infinite.
+        logprobs: [num_samples] float32, under the model's own distribution, before all that changes it; where `failed`
+            not finite.
         candidates: of the samples that want some; None when none does. Meaningless where `failed`.
         top_logprobs: of the samples that want any; None when none does. Meaningless where `failed`.
     """
 
     token_ids: Tensor
     logprobs: Tensor
-    failed: Tensor
     candidates: Candidates | None
     top_logprobs: TokenLogprobs | None
+
+    @property
+    def failed(self) -> Tensor:
+        """[num_samples] bool: the logits gave no distribution: one was NaN or infinite, or every token forbidden."""
+        return ~self.logprobs.isfinite()
 
 
 def draw_tokens(
@@ -84,15 +88,15 @@ def draw_tokens(
         counts = [samples[row].parameters.num_candidates for row in searched]
         candidates = best_candidates(logits[searched_rows], normalizers[searched_rows], counts)
         token_ids[searched_rows] = candidates.best
+    # Not finite where the logits are no distribution, as where min_tokens forbade every token and -inf was the best.
     logprobs = logits.gather(-1, token_ids[:, None]).squeeze(-1) - normalizers
-    # Not finite either where min_tokens forbade every token, and -inf was the best logit.
-    failed = ~logprobs.isfinite()
     top_logprobs = None
     if kept:
         of_kept = (originals, normalizers[kept_rows], token_ids[kept_rows])
-        logprobs[kept_rows] = originals.gather(-1, of_kept[2][:, None]).squeeze(-1) - of_kept[1]
+        changed, own = logprobs[kept_rows], originals.gather(-1, of_kept[2][:, None]).squeeze(-1) - of_kept[1]
+        logprobs[kept_rows] = own.where(changed.isfinite(), changed)
         top_logprobs = _top_logprobs(*of_kept, [samples[row] for row in kept])
-    return SampledTokens(token_ids, logprobs, failed, candidates, top_logprobs)
+    return SampledTokens(token_ids, logprobs, candidates, top_logprobs)
 
 
 def _rows(logits: Tensor, rows: Sequence[int]) -> Tensor:

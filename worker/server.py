@@ -38,7 +38,7 @@ class _Call:
     """
 
     broken: bool = False
-    steps: "asyncio.Queue[asyncio.Future[ExecuteModelResponse] | None]" = field(default_factory=asyncio.Queue)
+    steps: "asyncio.Queue[_Job | None]" = field(default_factory=asyncio.Queue)
     leaving: bool = False
 
 
@@ -71,7 +71,7 @@ class WorkerService(WorkerServiceServicer):
     """Answers UNAVAILABLE until `load` is done.
 
     Args:
-        observer: is told of every step.
+        observer: is told of every step that is answered.
         hang_timeout_s: seconds that a step may go on after its stream has ended.
 
     Attributes:
@@ -115,7 +115,10 @@ class WorkerService(WorkerServiceServicer):
         self, request: ExecuteModelRequest, context: grpc.aio.ServicerContext
     ) -> ExecuteModelResponse:
         """One step by itself."""
-        return await self._submit(request, _Call())
+        job = self._submit(request, _Call())
+        response = await job.answer
+        self._observer.executed(request, response, job.arrival, time.monotonic())
+        return response
 
     async def Execute(self, requests: AsyncIterator[ExecuteModelRequest], context: grpc.aio.ServicerContext) -> None:
         """Steps in order. While one runs the next is read and given to the thread; those behind it stay with gRPC.
@@ -128,9 +131,12 @@ class WorkerService(WorkerServiceServicer):
         room = asyncio.Semaphore(1 + max(1, self._info.num_concurrent_steps))
         reading = asyncio.create_task(self._read(requests, call, room))
         try:
-            while not call.leaving and (step := await call.steps.get()) is not None:
-                await context.write(await step)
+            while not call.leaving and (job := await call.steps.get()) is not None:
+                response, end = await job.answer, time.monotonic()
+                await context.write(response)
                 room.release()
+                # Not before the answer is on its way: the next step waits for that.
+                self._observer.executed(job.request, response, job.arrival, end)
             if reading.done():
                 reading.result()
         finally:
@@ -166,7 +172,7 @@ class WorkerService(WorkerServiceServicer):
         finally:
             call.steps.put_nowait(None)
 
-    def _submit(self, request: ExecuteModelRequest, call: _Call) -> "asyncio.Future[ExecuteModelResponse]":
+    def _submit(self, request: ExecuteModelRequest, call: _Call) -> _Job:
         executor = self._require_loaded()
         if request.epoch != self._epoch:
             raise Refusal(
@@ -177,7 +183,7 @@ class WorkerService(WorkerServiceServicer):
         job = _Job(executor, request, call, asyncio.get_running_loop().create_future(), time.monotonic())
         job.answer.add_done_callback(_disregard)
         self._steps.submit(self._launch, job)
-        return job.answer
+        return job
 
     def _launch(self, job: _Job) -> None:
         """On the thread of the steps."""
@@ -189,19 +195,14 @@ class WorkerService(WorkerServiceServicer):
                 return
             step = job.executor.launch(job.request)
             if step.is_finished:
-                self._give(job, step)
+                job.give(step.result())
             else:
                 self._results.submit(self._wait, job, step)
 
     def _wait(self, job: _Job, step: Answer) -> None:
         """On the thread of the results. Whether anybody reads the answer or not, the step is waited for."""
         with self._failures_of(job):
-            self._give(job, step)
-
-    def _give(self, job: _Job, step: Answer) -> None:
-        response = step.result()
-        job.give(response)
-        self._observer.executed(job.request, response, job.arrival)
+            job.give(step.result())
 
     @contextlib.contextmanager
     def _failures_of(self, job: _Job) -> Iterator[None]:

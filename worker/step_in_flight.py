@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from protos.worker_pb2 import ExecuteModelResponse, StepTimings
@@ -134,8 +135,9 @@ class StepInFlight:
         for note in self._notes:
             note.history.note(note.sequence_index, note.position, int(token_ids[note.sample]))
         response.token_ids = token_ids.astype(np.int32).tobytes()
-        response.logprobs = sampled.logprobs.numpy().tobytes()
-        response.failed_samples = np.flatnonzero(sampled.failed.numpy()).astype(np.int32).tobytes()
+        logprobs = sampled.logprobs.numpy()
+        response.logprobs = logprobs.tobytes()
+        response.failed_samples = np.flatnonzero(~np.isfinite(logprobs)).astype(np.int32).tobytes()
         if sampled.candidates is not None:
             response.candidate_token_ids = sampled.candidates.token_ids.numpy().astype(np.int32).tobytes()
             response.candidate_logprobs = sampled.candidates.logprobs.numpy().tobytes()
@@ -143,17 +145,19 @@ class StepInFlight:
             response.top_logprobs.CopyFrom(sampled.top_logprobs.to_columns())
 
 
-def to_host(results: Results) -> Results:
+def to_host(results: Results, device: torch.device) -> Results:
     """A dataclass with its tensors on the way to the CPU; they are there once a mark set behind this is passed.
 
     For a copy that is not waited for, torch takes pinned memory.
     """
+    if device.type == "cpu":
+        return results
     assert is_dataclass(results)
     assert not isinstance(results, type)
-    return replace(results, **{field.name: _bring(getattr(results, field.name)) for field in fields(results)})
+    return replace(results, **{field.name: _bring(getattr(results, field.name), device) for field in fields(results)})
 
 
-def _bring(value: Any) -> Any:
+def _bring(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to("cpu", non_blocking=True)
-    return to_host(value) if is_dataclass(value) else value
+    return to_host(value, device) if is_dataclass(value) else value
