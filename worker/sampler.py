@@ -51,9 +51,11 @@ class SampledTokens:
     top_logprobs: TokenLogprobs | None
 
     @property
-    def failed(self) -> Tensor:
-        """[num_samples] bool: the logits gave no distribution: one was NaN or infinite, or every token forbidden."""
-        return ~self.logprobs.isfinite()
+    def failed(self) -> Array:
+        """[num_samples] bool, of the host: the logits gave no distribution, since one of them was NaN or infinite, or
+        every token forbidden.
+        """
+        return ~np.isfinite(self.logprobs.cpu().numpy())
 
 
 def draw_tokens(

@@ -135,9 +135,8 @@ class StepInFlight:
         for note in self._notes:
             note.history.note(note.sequence_index, note.position, int(token_ids[note.sample]))
         response.token_ids = token_ids.astype(np.int32).tobytes()
-        logprobs = sampled.logprobs.numpy()
-        response.logprobs = logprobs.tobytes()
-        response.failed_samples = np.flatnonzero(~np.isfinite(logprobs)).astype(np.int32).tobytes()
+        response.logprobs = sampled.logprobs.numpy().tobytes()
+        response.failed_samples = np.flatnonzero(sampled.failed).astype(np.int32).tobytes()
         if sampled.candidates is not None:
             response.candidate_token_ids = sampled.candidates.token_ids.numpy().astype(np.int32).tobytes()
             response.candidate_logprobs = sampled.candidates.logprobs.numpy().tobytes()
@@ -150,14 +149,12 @@ def to_host(results: Results, device: torch.device) -> Results:
 
     For a copy that is not waited for, torch takes pinned memory.
     """
-    if device.type == "cpu":
-        return results
-    assert is_dataclass(results)
-    assert not isinstance(results, type)
-    return replace(results, **{field.name: _bring(getattr(results, field.name), device) for field in fields(results)})
+    return results if device.type == "cpu" else _bring(results)
 
 
-def _bring(value: Any, device: torch.device) -> Any:
+def _bring(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to("cpu", non_blocking=True)
-    return to_host(value, device) if is_dataclass(value) else value
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{field.name: _bring(getattr(value, field.name)) for field in fields(value)})
