@@ -16,8 +16,8 @@ from kernels.forms import form
 from kernels.reference import quantized
 
 _PANEL = 32
-# Bytes of what csrc/coded.hpp calls CodedPanel and CodedUnit.
-_CODED_HEAD, _CODED_UNIT = 32, 96
+# Bytes of what csrc/coded.hpp calls CodedPanel and CodedPair.
+_CODED_HEAD, _CODED_PAIR = 64, 192
 # An exception takes 8 bytes, and some nanoseconds: with one for fewer values than these, coding would not pay.
 _FEWEST_PER_EXCEPTION = 256
 ARGUMENTS = (c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int] * 5, c_void_p, c_int)
@@ -143,7 +143,7 @@ def coded(encode: Callable[..., int], weight: Tensor, *, gated: bool) -> Panels 
     weight = (_interleaved(weight) if gated else weight).contiguous()
     num_outputs, num_inputs = weight.shape
     num_panels = -(-num_outputs // _PANEL)
-    values = torch.empty(num_panels, _CODED_HEAD + num_inputs // 2 * _CODED_UNIT, dtype=torch.uint8)
+    values = torch.empty(num_panels, _CODED_HEAD + -(-num_inputs // 4) * _CODED_PAIR, dtype=torch.uint8)
     exceptions = torch.empty(num_panels + weight.numel() // _FEWEST_PER_EXCEPTION, dtype=torch.int64)
     addresses = (weight.data_ptr(), values.data_ptr(), exceptions.data_ptr())
     num_exceptions = encode(*addresses, len(exceptions), num_outputs, num_inputs)

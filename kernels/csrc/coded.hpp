@@ -18,62 +18,85 @@ constexpr int kPanel = 32;  // outputs
 
 // A value whose upper byte is none of its panel's 16.
 struct Exception {
-    int32_t unit;    // INT32_MAX behind the last one of a panel
-    uint16_t place;  // in the unit: output * 2, and 1 more for the second input
+    int32_t pair;    // of units; INT32_MAX behind the last one of a panel
+    uint16_t place;  // in the pair: unit * 64 + output * 2, and 1 more for the second input
     uint16_t value;
 };
 
-// A panel, [units] of 32 outputs by 2 inputs each, behind this head.
-struct CodedUnit {
-    uint8_t lower[2 * kPanel];
-    uint8_t codes[kPanel];  // of a value at an even place in `lower` in the lower half, of its neighbour in the upper one
+// Two units of a panel, of 32 outputs by 2 inputs each. Two, since then their codes are as many bytes as a unit has
+// values, and need not be brought to their places.
+struct CodedPair {
+    uint8_t lower[2][2 * kPanel];
+    uint8_t codes[2 * kPanel];  // of the byte at the same place in the first unit in the lower half, in the second above
 };
 
+// A panel, behind this head. Its pairs stand in whole cache lines.
 struct CodedPanel {
-    alignas(16) uint8_t uppers[16];
+    alignas(64) uint8_t uppers[16];
     int64_t first_exception;
-    // The units follow.
+    // The pairs follow. In the last one the second unit may be one too many.
 
-    const CodedUnit* units() const { return reinterpret_cast<const CodedUnit*>(this + 1); }
-    CodedUnit* units() { return reinterpret_cast<CodedUnit*>(this + 1); }
-    static int64_t bytes(int num_inputs) { return sizeof(CodedPanel) + sizeof(CodedUnit) * (int64_t)(num_inputs / 2); }
+    const CodedPair* pairs() const { return reinterpret_cast<const CodedPair*>(this + 1); }
+    CodedPair* pairs() { return reinterpret_cast<CodedPair*>(this + 1); }
+    static int num_pairs(int num_inputs) { return (num_inputs + 3) / 4; }
+    static int64_t bytes(int num_inputs) {
+        return sizeof(CodedPanel) + sizeof(CodedPair) * (int64_t)num_pairs(num_inputs);
+    }
 };
 
-// Where a value stands in `lower`: so that AVX-512, which interleaves bytes within each 16 of them, brings it where a
-// vector of pairs has it.
+// Where a value of a unit stands in `lower`: so that AVX-512, which interleaves bytes within each 16 of them, brings it
+// where a vector of pairs of inputs has it.
 ALWAYS_INLINE int spread(int place) { return (place & 24) << 1 | (place & 32) >> 2 | (place & 7); }
 
-// A panel's pairs, of two vectors of outputs at a time. Units are to be asked for in their order.
+// A panel's units, two at a time, and two vectors of outputs of each. They are to be asked for in their order.
 struct Coded {
+    static constexpr int kUnits = 2;
     const CodedPanel* panel;
     const Exception* next;
 
-    ALWAYS_INLINE void decode(int unit, int column, Words (&words)[2]) {
-        const CodedUnit& from = panel->units()[unit];
+    ALWAYS_INLINE void decode(int unit, int column, Words (&words)[kUnits][2]) {
+        const CodedPair& from = panel->pairs()[unit / 2];
 #if defined(__AVX512BW__)
-        const __m512i lower = _mm512_loadu_si512(from.lower);
-        const __m512i pairs = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from.codes));
-        const __m512i codes = _mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), _mm512_set1_epi8(15));
         const __m512i uppers = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)panel->uppers));
-        const __m512i upper = _mm512_shuffle_epi8(uppers, codes);
-        words[0] = (Words)_mm512_unpacklo_epi8(lower, upper);
-        words[1] = (Words)_mm512_unpackhi_epi8(lower, upper);
-#else
-        for (int lane = 0; lane < 2 * kWidth; ++lane) {
-            const int at = spread(2 * (column + lane)), codes = from.codes[at / 2];
-            const uint32_t first = from.lower[at] | panel->uppers[codes & 15] << 8;
-            const uint32_t second = from.lower[at + 1] | panel->uppers[codes >> 4] << 8;
-            words[lane / kWidth][lane % kWidth] = first | second << 16;
+        const __m512i codes = _mm512_load_si512(from.codes);
+#pragma GCC unroll 2
+        for (int i = 0; i < kUnits; ++i) {
+            const __m512i lower = _mm512_load_si512(from.lower[i]);
+            const __m512i own_codes = _mm512_and_si512(_mm512_srli_epi16(codes, 4 * i), _mm512_set1_epi8(15));
+            const __m512i upper = _mm512_shuffle_epi8(uppers, own_codes);
+            words[i][0] = (Words)_mm512_unpacklo_epi8(lower, upper);
+            words[i][1] = (Words)_mm512_unpackhi_epi8(lower, upper);
         }
+#else
+        for (int i = 0; i < kUnits; ++i)
+            for (int lane = 0; lane < 2 * kWidth; ++lane) {
+                const int at = spread(2 * (column + lane));
+                const uint32_t first_upper = panel->uppers[from.codes[at] >> 4 * i & 15];
+                const uint32_t second_upper = panel->uppers[from.codes[at + 1] >> 4 * i & 15];
+                words[i][lane / kWidth][lane % kWidth] =
+                    from.lower[i][at] | first_upper << 8 | from.lower[i][at + 1] << 16 | second_upper << 24;
+            }
 #endif
-        if (__builtin_expect(unit == next->unit, 0)) put_exceptions(unit, column, words);
+        if (__builtin_expect(unit / 2 == next->pair, 0)) {
+            // In a copy, so that those without exceptions stay in registers.
+            Words changed[kUnits][2];
+            for_words([&](int i, int half) __attribute__((always_inline)) { changed[i][half] = words[i][half]; });
+            put_exceptions(unit / 2, column, changed);
+            for_words([&](int i, int half) __attribute__((always_inline)) { words[i][half] = changed[i][half]; });
+        }
     }
 
-    __attribute__((noinline)) void put_exceptions(int unit, int column, Words (&words)[2]) {
+    template <class Visit>
+    static ALWAYS_INLINE void for_words(Visit visit) {
+        visit(0, 0), visit(0, 1), visit(1, 0), visit(1, 1);
+    }
+
+    __attribute__((noinline)) void put_exceptions(int pair, int column, Words (&words)[kUnits][2]) {
         const Exception* exception = next;
-        for (; exception->unit == unit; ++exception) {
-            const int at = exception->place - 2 * column;
-            if (at >= 0 && at < 4 * kWidth) memcpy(reinterpret_cast<char*>(words) + 2 * at, &exception->value, 2);
+        for (; exception->pair == pair; ++exception) {
+            const int at = exception->place % (2 * kPanel) - 2 * column;
+            char* unit = reinterpret_cast<char*>(words[exception->place / (2 * kPanel)]);
+            if (at >= 0 && at < 4 * kWidth) memcpy(unit + 2 * at, &exception->value, 2);
         }
         next = exception;
     }
@@ -117,10 +140,10 @@ inline int64_t choose_uppers(const uint16_t* values, int64_t count, CodedPanel& 
 // The order in which they are met.
 inline int by_place(const void* a, const void* b) {
     const Exception &first = *static_cast<const Exception*>(a), &second = *static_cast<const Exception*>(b);
-    return first.unit != second.unit ? (first.unit > second.unit) * 2 - 1 : first.place - second.place;
+    return first.pair != second.pair ? (first.pair > second.pair) * 2 - 1 : first.place - second.place;
 }
 
-// What `Coded` reads. Outputs that fill up the last panel are anything.
+// What `Coded` reads. Outputs that fill up the last panel, and a unit that fills up a pair, are anything.
 inline void encode_panel(Encoding& a, int64_t number) {
     constexpr uint8_t kNone = 16;
     CodedPanel& panel = *reinterpret_cast<CodedPanel*>(a.panels + number * CodedPanel::bytes(a.num_inputs));
@@ -135,25 +158,26 @@ inline void encode_panel(Encoding& a, int64_t number) {
     for (uint8_t code = 0; code < 16; ++code) codes[panel.uppers[code]] = code;
     Exception* const exceptions = a.exceptions + panel.first_exception;
     Exception* exception = exceptions;
-    if (num_outputs < kPanel) memset((void*)panel.units(), 0, sizeof(CodedUnit) * num_units);
+    const int num_pairs = CodedPanel::num_pairs(a.num_inputs);
+    if (num_outputs < kPanel) memset((void*)panel.pairs(), 0, sizeof(CodedPair) * num_pairs);
     // Output by output, as the weight stands in memory.
     for (int output = 0; output < num_outputs; ++output) {
-        const uint16_t* pair = weight + (int64_t)output * a.num_inputs;
-        const int at = spread(2 * output);  // its two values stand side by side
-        for (int unit = 0; unit < num_units; ++unit, pair += 2) {
-            CodedUnit& to = panel.units()[unit];
-            const uint8_t first = codes[pair[0] >> 8], second = codes[pair[1] >> 8];
-            to.lower[at] = (uint8_t)pair[0];
-            to.lower[at + 1] = (uint8_t)pair[1];
-            to.codes[at / 2] = (first & 15) | second << 4;
-            if (__builtin_expect((first | second) & kNone, 0)) {
-                if (first == kNone) *exception++ = {unit, (uint16_t)(2 * output), pair[0]};
-                if (second == kNone) *exception++ = {unit, (uint16_t)(2 * output + 1), pair[1]};
+        const uint16_t* values = weight + (int64_t)output * a.num_inputs;
+        const int at = spread(2 * output);  // its two values of a unit stand side by side
+        for (int unit = 0; unit < num_units; ++unit, values += 2) {
+            CodedPair& to = panel.pairs()[unit / 2];
+            const int in_pair = unit % 2;
+            for (int input = 0; input < 2; ++input) {
+                const uint8_t code = codes[values[input] >> 8];
+                to.lower[in_pair][at + input] = (uint8_t)values[input];
+                to.codes[at + input] = in_pair == 0 ? code & 15 : to.codes[at + input] | code << 4;
+                if (__builtin_expect(code == kNone, 0))
+                    *exception++ = {unit / 2, (uint16_t)(in_pair * 2 * kPanel + 2 * output + input), values[input]};
             }
         }
     }
     qsort(exceptions, exception - exceptions, sizeof(Exception), by_place);
-    exception->unit = INT32_MAX;
+    exception->pair = INT32_MAX;
 }
 
 inline void encode_panels(void* data) {

@@ -62,15 +62,17 @@ struct LinearJob {
     bool out_of_memory;
 };
 
-// A panel as a tile takes it in: of a unit, two vectors of outputs.
+// A panel as a tile takes it in: some units at a time, and of each two vectors of outputs. There may be more than are
+// left.
 template <class Product>
 struct Plain {
     static constexpr bool kIsPlain = true;
+    static constexpr int kUnits = 1;
     const typename Product::Unit* units;
 
-    ALWAYS_INLINE void load(int unit, int column, typename Product::Loaded (&loaded)[2]) const {
+    ALWAYS_INLINE void load(int unit, int column, typename Product::Loaded (&loaded)[kUnits][2]) const {
         const typename Product::Unit* from = units + (int64_t)unit * kPanel + column;
-        loaded[0] = Product::load(from), loaded[1] = Product::load(from + kWidth);
+        loaded[0][0] = Product::load(from), loaded[0][1] = Product::load(from + kWidth);
     }
 };
 
@@ -78,27 +80,33 @@ struct Plain {
 template <class Product, class Source>
 struct Decoded {
     static constexpr bool kIsPlain = false;
+    static constexpr int kUnits = Source::kUnits;
     Source source;
 
-    ALWAYS_INLINE void load(int unit, int column, typename Product::Loaded (&loaded)[2]) {
-        Words words[2];
+    ALWAYS_INLINE void load(int unit, int column, typename Product::Loaded (&loaded)[kUnits][2]) {
+        Words words[kUnits][2];
         source.decode(unit, column, words);
-        for (int i = 0; i < 2; ++i)
-            loaded[i] = Product::load(reinterpret_cast<const typename Product::Unit*>(&words[i]));
+#pragma GCC unroll 2
+        for (int i = 0; i < kUnits; ++i)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half)
+                loaded[i][half] = Product::load(reinterpret_cast<const typename Product::Unit*>(&words[i][half]));
     }
 };
 
 // Integers as units of `kPerUnit` values.
 template <int kPerUnit>
 struct Quantized {
+    static constexpr int kUnits = 1;
     const int8_t* values;
 
-    ALWAYS_INLINE void decode(int unit, int column, Words (&words)[2]) const {
+    ALWAYS_INLINE void decode(int unit, int column, Words (&words)[kUnits][2]) const {
         for (int i = 0; i < 2; ++i) {
             const int8_t* from = values + (int64_t)unit * kPerUnit * kPanel + column + i * kWidth;
-            words[i] = (Words)widen_bytes(from);
+            Words& word = words[0][i];
+            word = (Words)widen_bytes(from);
             // Integers as float32 have lower halves of zero, and what is left of them is bfloat16.
-            if constexpr (kPerUnit == 2) words[i] = words[i] >> 16 | (Words)widen_bytes(from + kPanel);
+            if constexpr (kPerUnit == 2) word = word >> 16 | (Words)widen_bytes(from + kPanel);
         }
     }
 };
@@ -111,11 +119,10 @@ struct Ahead {
 
 constexpr int kUnitsAtOnce = 16;
 
-// Asks for what is worked on next, with so many units.
-ALWAYS_INLINE void ask(Ahead& ahead, int num_units) {
-    const int bytes = num_units * ahead.bytes;
-    for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(ahead.at + byte, 0, 2);
-    ahead.at += bytes;
+// Asks for what is worked on next, with so many units: from `line` on.
+ALWAYS_INLINE void ask(const char*& line, Ahead& ahead, int num_units) {
+    ahead.at += num_units * ahead.bytes;
+    for (; line < ahead.at; line += 64) __builtin_prefetch(line, 0, 2);
 }
 
 template <class Product, int kRows>
@@ -137,22 +144,27 @@ ALWAYS_INLINE void multiply_tile(
     float (*results)[kPanel]
 ) {
     Floats sums[kRows][2] = {};
-    typename Product::Loaded weights[2];
+    const char* line = ahead.at;
+    constexpr int kUnits = Panel::kUnits;
+    typename Product::Loaded weights[kUnits][2];
     if constexpr (Panel::kIsPlain && kRows == kVectorRows) {
         // There products decide: to ask between them costs 5 % of their time, be there anything to ask for or not.
         for (int unit = 0; unit < num_units;) {
-            ask(ahead, kUnitsAtOnce);
+            ask(line, ahead, kUnitsAtOnce);
             for (const int end = least(unit + kUnitsAtOnce, num_units); unit < end; ++unit) {
                 panel.load(unit, column, weights);
-                multiply_unit<Product>(weights, x + unit * Product::kPerUnit, x_stride, sums);
+                multiply_unit<Product>(weights[0], x + unit * Product::kPerUnit, x_stride, sums);
             }
         }
     } else {
         // Here memory may decide, and more than a line or two at once would hold up what is needed now.
-        for (int unit = 0; unit < num_units; ++unit) {
+        for (int unit = 0; unit < num_units; unit += kUnits) {
             panel.load(unit, column, weights);
-            ask(ahead, 1);
-            multiply_unit<Product>(weights, x + unit * Product::kPerUnit, x_stride, sums);
+            ask(line, ahead, kUnits);
+            multiply_unit<Product>(weights[0], x + unit * Product::kPerUnit, x_stride, sums);
+            if constexpr (kUnits == 2)
+                if (unit + 1 < num_units)
+                    multiply_unit<Product>(weights[1], x + (unit + 1) * Product::kPerUnit, x_stride, sums);
         }
     }
 #pragma GCC unroll 12
@@ -343,15 +355,17 @@ void run_panels(void* data) {
             run_panel<Panels, Element>(a, panels, number, panel, next, next_bytes, rows);
         };
         // For many rows a panel is decoded once for all of them.
+        constexpr int kMostDecoded = (kForm == Form::kCoded ? 10 : 1) * Panels::kRows;
         const auto decode_and_run = [&](auto source) __attribute__((always_inline)) {
             if constexpr (Panels::kDecodes)
-                if (a.num_rows <= (kForm == Form::kCoded ? 4 : 1) * Panels::kRows) return run(Decoded<Product, decltype(source)>{source});
+                if (a.num_rows <= kMostDecoded) return run(Decoded<Product, decltype(source)>{source});
             for (int column = 0; column < kPanel; column += 2 * kWidth) {
                 auto from_first = source;
-                for (int unit = 0; unit < num_units; ++unit) {
-                    Words words[2];
+                for (int unit = 0; unit < num_units; unit += source.kUnits) {
+                    Words words[source.kUnits][2];
                     from_first.decode(unit, column, words);
-                    memcpy(decoded + (int64_t)unit * kPanel + column, words, sizeof words);
+                    for (int i = 0; i < source.kUnits && unit + i < num_units; ++i)
+                        memcpy(decoded + (int64_t)(unit + i) * kPanel + column, words[i], sizeof words[i]);
                 }
             }
             run(Plain<Product>{decoded});
