@@ -44,6 +44,8 @@ struct CodedPanel {
     }
 };
 
+static_assert(sizeof(CodedPanel) == 64 && sizeof(CodedPair) == 192, "kernels/cpu_linear.py counts on it");
+
 // Where a value of a unit stands in `lower`: so that AVX-512, which interleaves bytes within each 16 of them, brings it
 // where a vector of pairs of inputs has it.
 ALWAYS_INLINE int spread(int place) { return (place & 24) << 1 | (place & 32) >> 2 | (place & 7); }
