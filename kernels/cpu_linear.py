@@ -143,6 +143,7 @@ def coded(encode: Callable[..., int], weight: Tensor, *, gated: bool) -> Panels 
     weight = (_interleaved(weight) if gated else weight).contiguous()
     num_outputs, num_inputs = weight.shape
     num_panels = -(-num_outputs // _PANEL)
+    # Whole cache lines: torch's memory begins with one, and the kernels read vectors that stand in one.
     values = torch.empty(num_panels, _CODED_HEAD + -(-num_inputs // 4) * _CODED_PAIR, dtype=torch.uint8)
     exceptions = torch.empty(num_panels + weight.numel() // _FEWEST_PER_EXCEPTION, dtype=torch.int64)
     addresses = (weight.data_ptr(), values.data_ptr(), exceptions.data_ptr())

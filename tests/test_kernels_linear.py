@@ -113,25 +113,26 @@ def test_a_coded_weight_gives_the_bits_of_the_plain_one(monkeypatch, level, outp
     coded, plain = coded_and_plain(monkeypatch, level, weight)
     assert coded.is_coded
     assert not plain.is_coded
-    for num_rows in (1, 5, 12, 13, 31, 70):
+    for num_rows in (1, 5, 12, 13, 31, 70, 121):
         x = random(num_rows, num_inputs, dtype=torch.bfloat16, seed=2)
         assert coded(x).equal(plain(x))
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_coded_weight_may_be_gated_and_hold_anything(monkeypatch, level):
-    weight = random(64, 128, dtype=torch.bfloat16)
+@pytest.mark.parametrize("num_inputs", [128, 130])  # units of two inputs: an even number of them, and an odd one
+def test_a_coded_weight_may_be_gated_and_hold_anything(monkeypatch, level, num_inputs):
+    weight = random(64, num_inputs, dtype=torch.bfloat16)
     rare = torch.tensor([0.0, -0.0, 1e-30, -3e38, 1e-40, torch.inf, 7e10, -torch.inf], dtype=torch.bfloat16)
     # Two in one unit, the first and the last places of a panel, and one output that is nothing else.
-    places = [0, 1, 127, 31 * 128, 31 * 128 + 127, 32 * 128, 40 * 128 + 64, 63 * 128]
+    places = [(0, 0), (0, 1), (0, -1), (31, 0), (31, -1), (32, 0), (40, 64), (63, 0)]
     for place, value in zip(places, rare, strict=True):
-        weight.view(-1)[place] = value
+        weight[place] = value
     weight[50] = 0
     for gated in (False, True):
         coded, plain = coded_and_plain(monkeypatch, level, weight, gated=gated)
         assert coded.is_coded
-        for num_rows in (1, 13, 60):
-            x = random(num_rows, 128, dtype=torch.bfloat16, seed=2)
+        for num_rows in (1, 13, 60, 121):
+            x = random(num_rows, num_inputs, dtype=torch.bfloat16, seed=2)
             torch.testing.assert_close(coded(x), plain(x), rtol=0, atol=0, equal_nan=True)
 
 

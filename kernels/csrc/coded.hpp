@@ -19,7 +19,7 @@ constexpr int kPanel = 32;  // outputs
 // A value whose upper byte is none of its panel's 16.
 struct Exception {
     int32_t pair;    // of units; INT32_MAX behind the last one of a panel
-    uint16_t place;  // in the pair: unit * 64 + output * 2, and 1 more for the second input
+    uint16_t place;  // 64 in the second unit of the pair, and output * 2, and 1 for the second input
     uint16_t value;
 };
 
@@ -27,7 +27,7 @@ struct Exception {
 // values, and need not be brought to their places.
 struct CodedPair {
     uint8_t lower[2][2 * kPanel];
-    uint8_t codes[2 * kPanel];  // of the byte at the same place in the first unit in the lower half, in the second above
+    uint8_t codes[2 * kPanel];  // lower half: of the first unit's value at the same place; upper half: of the second's
 };
 
 // A panel, behind this head. Its pairs stand in whole cache lines.
@@ -50,7 +50,8 @@ static_assert(sizeof(CodedPanel) == 64 && sizeof(CodedPair) == 192, "kernels/cpu
 // where a vector of pairs of inputs has it.
 ALWAYS_INLINE int spread(int place) { return (place & 24) << 1 | (place & 32) >> 2 | (place & 7); }
 
-// A panel's units, two at a time, and two vectors of outputs of each. They are to be asked for in their order.
+// A panel's units, two at a time, and two vectors of outputs of each. They are to be asked for in their order, by the
+// first of the two.
 struct Coded {
     static constexpr int kUnits = 2;
     const CodedPanel* panel;
@@ -82,23 +83,20 @@ struct Coded {
         if (__builtin_expect(unit / 2 == next->pair, 0)) {
             // In a copy, so that those without exceptions stay in registers.
             Words changed[kUnits][2];
-            for_words([&](int i, int half) __attribute__((always_inline)) { changed[i][half] = words[i][half]; });
+#pragma GCC unroll 2
+            for (int i = 0; i < kUnits; ++i) changed[i][0] = words[i][0], changed[i][1] = words[i][1];
             put_exceptions(unit / 2, column, changed);
-            for_words([&](int i, int half) __attribute__((always_inline)) { words[i][half] = changed[i][half]; });
+#pragma GCC unroll 2
+            for (int i = 0; i < kUnits; ++i) words[i][0] = changed[i][0], words[i][1] = changed[i][1];
         }
-    }
-
-    template <class Visit>
-    static ALWAYS_INLINE void for_words(Visit visit) {
-        visit(0, 0), visit(0, 1), visit(1, 0), visit(1, 1);
     }
 
     __attribute__((noinline)) void put_exceptions(int pair, int column, Words (&words)[kUnits][2]) {
         const Exception* exception = next;
         for (; exception->pair == pair; ++exception) {
             const int at = exception->place % (2 * kPanel) - 2 * column;
-            char* unit = reinterpret_cast<char*>(words[exception->place / (2 * kPanel)]);
-            if (at >= 0 && at < 4 * kWidth) memcpy(unit + 2 * at, &exception->value, 2);
+            char* values = reinterpret_cast<char*>(words[exception->place / (2 * kPanel)]);
+            if (at >= 0 && at < 4 * kWidth) memcpy(values + 2 * at, &exception->value, 2);
         }
         next = exception;
     }

@@ -62,8 +62,8 @@ struct LinearJob {
     bool out_of_memory;
 };
 
-// A panel as a tile takes it in: some units at a time, and of each two vectors of outputs. There may be more than are
-// left.
+// A panel as a tile takes it in: kUnits units at a time, and of each two vectors of outputs. The last that is loaded may be
+// one too many, and then it holds anything.
 template <class Product>
 struct Plain {
     static constexpr bool kIsPlain = true;
@@ -157,7 +157,8 @@ ALWAYS_INLINE void multiply_tile(
             }
         }
     } else {
-        // Here memory may decide, and more than a line or two at once would hold up what is needed now.
+        // Here memory may decide, and more than a few lines at once would hold up what is needed now.
+        static_assert(kUnits <= 2, "the loop takes two");
         for (int unit = 0; unit < num_units; unit += kUnits) {
             panel.load(unit, column, weights);
             ask(line, ahead, kUnits);
@@ -354,7 +355,7 @@ void run_panels(void* data) {
         const auto run = [&](auto panel) __attribute__((always_inline)) {
             run_panel<Panels, Element>(a, panels, number, panel, next, next_bytes, rows);
         };
-        // For many rows a panel is decoded once for all of them.
+        // For many rows a panel is decoded once for all of them. Of a coded one that saves nothing for fewer than 120.
         constexpr int kMostDecoded = (kForm == Form::kCoded ? 10 : 1) * Panels::kRows;
         const auto decode_and_run = [&](auto source) __attribute__((always_inline)) {
             if constexpr (Panels::kDecodes)
