@@ -55,6 +55,7 @@ class WorkerLink:
         # What the call has answered, and None for its end. Read by a task: to cancel a read is to cancel the stream.
         self._responses: asyncio.Queue[ExecuteModelResponse | None] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
+        self._num_unanswered = 0  # steps on their way
 
     async def connect(self) -> GetInfoResponse:
         """Waits, for ever if need be, until the worker serves, and opens a stream of steps to that life of it."""
@@ -71,6 +72,7 @@ class WorkerLink:
         self._call = self._stub.Execute()
         self._call.add_done_callback(lambda _: self._on_lost())
         self._responses = asyncio.Queue()
+        self._num_unanswered = 0
         self._reader = asyncio.create_task(_read(self._call, self._responses))
         return info
 
@@ -113,7 +115,12 @@ class WorkerLink:
         try:
             await self._call.write(to_request(plan, self._epoch, traces))
         except _BROKEN as error:
-            raise await self._loss() from error
+            loss = await self._loss()
+            # A write that meets the end of the stream puts an error of its own in the place of what the worker said.
+            # Where all steps before were answered, there is none that the worker may have run without an answer.
+            loss.in_order |= not self._num_unanswered
+            raise loss from error
+        self._num_unanswered += 1
 
     async def receive(self, plan: Plan, timeout_s: float | None) -> StepResult | None:
         """The result of the oldest step that is on its way.
@@ -138,6 +145,7 @@ class WorkerLink:
             return None
         if response is None:
             raise await self._loss()
+        self._num_unanswered -= 1
         try:
             check_answer(plan, self._epoch, response)
         except MalformedAnswer as error:
