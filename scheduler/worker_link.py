@@ -115,11 +115,7 @@ class WorkerLink:
         try:
             await self._call.write(to_request(plan, self._epoch, traces))
         except _BROKEN as error:
-            loss = await self._loss()
-            # A write that meets the end of the stream puts an error of its own in the place of what the worker said.
-            # Where all steps before were answered, there is none that the worker may have run without an answer.
-            loss.in_order |= not self._num_unanswered
-            raise loss from error
+            raise await self._loss() from error
         self._num_unanswered += 1
 
     async def receive(self, plan: Plan, timeout_s: float | None) -> StepResult | None:
@@ -176,7 +172,10 @@ class WorkerLink:
         """What the end of the stream of steps tells."""
         assert self._call is not None
         code, words = await self._call.code(), await self._call.details()
-        return WorkerLost(f"{code.name}: {words}" if words else code.name, in_order=code in _IN_ORDER)
+        # A write that meets the end of the stream puts this error in the place of what the worker said. Where all steps
+        # were answered, there is none that the worker may have run.
+        is_unknown = code is grpc.StatusCode.INTERNAL and not self._num_unanswered
+        return WorkerLost(f"{code.name}: {words}" if words else code.name, in_order=is_unknown or code in _IN_ORDER)
 
 
 async def _read(
