@@ -41,6 +41,8 @@ from worker.profile_run import CudaMemory, profile, run_prompts
 from worker.ranks import ALONE, WHOLE_HOST, Host, Ranks
 from worker.weights import weight_bytes
 
+# A prompt that waits for the worker's start is answered within this; to take memory meanwhile costs it a third more.
+_FIRST_ANSWER_S = 0.5
 log = logging.getLogger(__name__)
 
 
@@ -210,7 +212,7 @@ def warm_up(
 
 
 def populate_beside(runner: ModelRunner, cores: Iterable[int]) -> None:
-    """Takes the cache's memory beside the first steps, if there are any so soon, on any of `cores`.
+    """Takes the cache's memory on any of `cores`, beside the steps, but for the answer that somebody waits for already.
 
     A thread is bound to what the one that starts it is bound to: whoever has loaded, to a core that its steps need.
     """
@@ -219,7 +221,9 @@ def populate_beside(runner: ModelRunner, cores: Iterable[int]) -> None:
         os.sched_setaffinity(0, cores)
         runner.populate_cache()
 
-    threading.Thread(target=populate, name="populate", daemon=True).start()
+    thread = threading.Timer(_FIRST_ANSWER_S, populate)
+    thread.name, thread.daemon = "populate", True
+    thread.start()
 
 
 def give_back_freed_memory() -> None:
