@@ -13,7 +13,7 @@ from pagewire.launch import LaunchOptions, check_free
 from pagewire.processes import environment, module_command, tied
 from pagewire.state import ClusterState
 
-_POLL_S = 0.05
+_POLL_S = 0.02
 
 
 def start(options: LaunchOptions, *, tie: bool = False) -> subprocess.Popen[bytes]:

@@ -143,6 +143,8 @@ class Cluster:
         self._running: dict[str, _Running] = {}
         self._tails: dict[str, deque[str]] = {service.name: deque(maxlen=_TAIL_LINES) for service in services}
         self._ready = False
+        # Set, and replaced by another one, when a service prints a line.
+        self._news = asyncio.Event()
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Starts all, calls `on_ready` when all are SERVING, keeps them running until `stop`, stops them in reverse.
@@ -178,7 +180,7 @@ class Cluster:
             self._on_waiting(service.name)
             try:
                 async with asyncio.timeout_at(give_up_at):
-                    await _until(service, lambda said: said == health.SERVING)
+                    await self._until(service, lambda said: said == health.SERVING)
                 if (running := self._running.get(service.name)) is not None:
                     running.has_served = True
             except TimeoutError:
@@ -191,7 +193,19 @@ class Cluster:
             async with asyncio.timeout(_LISTENING_WITHIN_S):
                 for service in self._services:
                     if service.peers == peers:
-                        await _until(service, lambda said: not said.startswith(health.NO_ANSWER))
+                        await self._until(service, lambda said: not said.startswith(health.NO_ANSWER))
+
+    async def _until(self, service: ServiceProcess, is_reached: Callable[[str], bool]) -> None:
+        """Returns when what a service's health check says is what one waits for."""
+        # Asked anew each time rather than watched: a watch that is cancelled keeps its connection (grpc#43360). One
+        # that prints a line may have come further.
+        while True:
+            news = self._news
+            if is_reached(await asyncio.to_thread(health.check, service.address, access=service.access)):
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    await news.wait()
 
     async def _keep(self, service: ServiceProcess) -> None:
         """Runs a service again and again; ends only by LaunchError."""
@@ -285,6 +299,8 @@ class Cluster:
         async for line in _lines(process.stdout):
             self._tails[name].append(line)
             self._on_line(name, line)
+            self._news.set()
+            self._news = asyncio.Event()
 
     def _with_tail(self, service: ServiceProcess, message: str) -> str:
         return "\n".join([message, *(f"  {line}" for line in self._tails[service.name])])
@@ -300,15 +316,6 @@ async def _first_of(*tasks: asyncio.Task) -> None:
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
-
-
-async def _until(service: ServiceProcess, is_reached: Callable[[str], bool]) -> None:
-    """Returns when what a service's health check says is what one waits for."""
-    # Asked anew each time rather than watched: a watch that is cancelled keeps its connection (grpc#43360).
-    while True:
-        if is_reached(await asyncio.to_thread(health.check, service.address, access=service.access)):
-            return
-        await asyncio.sleep(_POLL_S)
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
