@@ -160,21 +160,31 @@ inline void encode_panel(Encoding& a, int64_t number) {
     Exception* exception = exceptions;
     const int num_pairs = CodedPanel::num_pairs(a.num_inputs);
     if (num_outputs < kPanel) memset((void*)panel.pairs(), 0, sizeof(CodedPair) * num_pairs);
-    // Output by output, as the weight stands in memory.
+    // Output by output, as the weight stands in memory, two units at a time. A unit's two values stand side by side.
     for (int output = 0; output < num_outputs; ++output) {
         const uint16_t* values = weight + (int64_t)output * a.num_inputs;
-        const int at = spread(2 * output);  // its two values of a unit stand side by side
-        for (int unit = 0; unit < num_units; ++unit, values += 2) {
-            CodedPair& to = panel.pairs()[unit / 2];
-            const int in_pair = unit % 2;
-            for (int input = 0; input < 2; ++input) {
-                const uint8_t code = codes[values[input] >> 8];
-                to.lower[in_pair][at + input] = (uint8_t)values[input];
-                to.codes[at + input] = in_pair == 0 ? code & 15 : to.codes[at + input] | code << 4;
-                if (__builtin_expect(code == kNone, 0))
-                    *exception++ = {unit / 2, (uint16_t)(in_pair * 2 * kPanel + 2 * output + input), values[input]};
+        const int at = spread(2 * output);
+        const auto encode_pair = [&](int number_of_pair, auto num_units) __attribute__((always_inline)) {
+            CodedPair& to = panel.pairs()[number_of_pair];
+            const uint16_t* from = values + 4 * number_of_pair;
+            uint32_t code_bytes = 0, all = 0;
+            for (int unit = 0; unit < decltype(num_units)::value; ++unit) {
+                const uint16_t first = from[2 * unit], second = from[2 * unit + 1];
+                const uint32_t both = codes[first >> 8] | codes[second >> 8] << 8;
+                code_bytes |= (both & 0x0F0F) << 4 * unit, all |= both;
+                to.lower[unit][at] = (uint8_t)first, to.lower[unit][at + 1] = (uint8_t)second;
             }
-        }
+            to.codes[at] = (uint8_t)code_bytes, to.codes[at + 1] = (uint8_t)(code_bytes >> 8);
+            if (__builtin_expect(all & (kNone | kNone << 8), 0))
+                for (int i = 0; i < 2 * decltype(num_units)::value; ++i)
+                    if (codes[from[i] >> 8] == kNone) {
+                        const int place = i / 2 * 2 * kPanel + 2 * output + i % 2;
+                        *exception++ = {number_of_pair, (uint16_t)place, from[i]};
+                    }
+        };
+        int pair = 0;
+        for (; pair < num_units / 2; ++pair) encode_pair(pair, Number<2>{});
+        if (num_units % 2 == 1) encode_pair(pair, Number<1>{});
     }
     qsort(exceptions, exception - exceptions, sizeof(Exception), by_place);
     exception->pair = INT32_MAX;
