@@ -213,6 +213,8 @@ def main(arguments: list[str]) -> None:
     serve = serving(FakeGeneration(), given.listen, tls=tls, share_port=given.share_port)
     with nullcontext() if given.mute else serve:
         note("start")
+        if not given.mute:
+            print(f"12:00:00.000 INFO  {name:<9} serving", file=sys.stderr, flush=True)
         while True:
             signal.sigwait({signal.SIGTERM})
             note("stop")

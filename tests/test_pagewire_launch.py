@@ -138,6 +138,15 @@ async def test_a_service_starts_behind_others_that_do_not_listen_soon(folder, mo
     assert "scheduler start" in trial.events()
 
 
+async def test_who_prints_a_line_is_asked_at_once_whether_it_serves(folder, monkeypatch):
+    monkeypatch.setattr(cluster, "_POLL_S", 2 * WAIT_S)
+    trial = Trial(folder)
+    run = asyncio.create_task(trial.run())
+    await asyncio.wait_for(trial.ready.wait(), WAIT_S)
+    trial.stop.set()
+    await run
+
+
 async def test_a_service_that_dies_is_started_again(folder):
     trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=0.01))
     run = asyncio.create_task(trial.run())
