@@ -164,11 +164,12 @@ inline void encode_panel(Encoding& a, int64_t number) {
     for (int output = 0; output < num_outputs; ++output) {
         const uint16_t* values = weight + (int64_t)output * a.num_inputs;
         const int at = spread(2 * output);
-        const auto encode_pair = [&](int number_of_pair, auto num_units) __attribute__((always_inline)) {
+        const auto encode_pair = [&](int number_of_pair, auto units) __attribute__((always_inline)) {
+            constexpr int kUnits = decltype(units)::value;
             CodedPair& to = panel.pairs()[number_of_pair];
             const uint16_t* from = values + 4 * number_of_pair;
             uint32_t code_bytes = 0, all = 0;
-            for (int unit = 0; unit < decltype(num_units)::value; ++unit) {
+            for (int unit = 0; unit < kUnits; ++unit) {
                 const uint16_t first = from[2 * unit], second = from[2 * unit + 1];
                 const uint32_t both = codes[first >> 8] | codes[second >> 8] << 8;
                 code_bytes |= (both & 0x0F0F) << 4 * unit, all |= both;
@@ -176,7 +177,7 @@ inline void encode_panel(Encoding& a, int64_t number) {
             }
             to.codes[at] = (uint8_t)code_bytes, to.codes[at + 1] = (uint8_t)(code_bytes >> 8);
             if (__builtin_expect(all & (kNone | kNone << 8), 0))
-                for (int i = 0; i < 2 * decltype(num_units)::value; ++i)
+                for (int i = 0; i < 2 * kUnits; ++i)
                     if (codes[from[i] >> 8] == kNone) {
                         const int place = i / 2 * 2 * kPanel + 2 * output + i % 2;
                         *exception++ = {number_of_pair, (uint16_t)place, from[i]};
