@@ -62,6 +62,20 @@ def test_a_widened_product_is_not_rounded_to_the_weights_dtype(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_product_may_be_given_room_which_has_to_fit(level):
+    layer = CpuKernels(level).linear(random(64, 96, dtype=torch.bfloat16), None, widened=True)
+    x = random(5, 96, dtype=torch.bfloat16, seed=1)
+    room = torch.full((7, 64), -1.0)
+    found = layer(x, room[:5])
+    assert found.data_ptr() == room.data_ptr()
+    assert found.equal(layer(x))
+    assert room[5:].eq(-1).all(), "no more than that is written"
+    for misfit in (room, room[:5, :32], room[:5].T, room[:5].bfloat16()):
+        with pytest.raises(ValueError, match=r"no room for \[5, 64\]"):
+            layer(x, misfit)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_may_stand_apart_and_the_weight_may_change_once_it_is_packed(level, dtype):
     weight, wide = random(40, 24, dtype=dtype), random(7, 50, dtype=dtype, seed=1)

@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from kernels.choice import choose, torch_reference  # noqa: E402
+from kernels.cpu_linear import CpuLinear  # noqa: E402
 from worker.layers.embedding import Embedding, Head  # noqa: E402
 from worker.layers.linear import Linear  # noqa: E402
 
@@ -43,3 +44,20 @@ def test_a_head_gives_logits_in_float32_and_leaves_the_embedding_it_is_tied_to(d
     assert logits.dtype is torch.float32
     torch.testing.assert_close(logits, x.float() @ vectors.float().T, rtol=1e-2, atol=5e-2)
     assert embedding.weight.equal(vectors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_of_a_step_take_no_memory_that_those_before_did_not(dtype):
+    head = Head(24, 50, dtype=dtype, device=CPU)
+    torch.nn.init.normal_(head.weight)
+    head.pack(choose(CPU, dtype, head_dim=64, block_size=16))
+    if not isinstance(head.packed, CpuLinear):
+        pytest.skip("the C++ kernels were not built")
+    x = torch.randn(9, 24).to(dtype)
+    expected = head(x).clone()
+    place = head(x).data_ptr()
+    for num_samples in (1, 9, 4, 16):
+        logits = head(torch.cat([x, x])[:num_samples])
+        assert logits.data_ptr() == place
+        assert logits.equal(torch.cat([expected, expected])[:num_samples])
+    assert head(torch.cat([x, x])).equal(torch.cat([expected, expected])), "more than there was room for"

@@ -406,5 +406,5 @@ def _logits(model: Model, shape: CacheShape, device: torch.device, operations: O
             bounds=BatchBounds(longest_context=end, total_context=end),
         )
         hidden = model(token_ids[start:end], positions, cache.layers, metadata)
-        logits.append(model.head(hidden[-1:]))
+        logits.append(model.head(hidden[-1:]).clone())
     return torch.cat(logits)

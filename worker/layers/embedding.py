@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from kernels.choice import Operations
+from kernels.cpu_linear import CpuLinear
 from worker.layers.linear import Linear
 from worker.ranks import ALONE, Ranks
 from worker.shares import Target, part
@@ -74,6 +75,7 @@ class Head(Linear):
         device = device if ranks.place.is_last else _NOWHERE
         super().__init__(size, {"lm_head": self._share}, bias=False, dtype=dtype, device=device, widened=True)
         self._tied: Embedding | None = None
+        self._room: Tensor | None = None
 
     def tie(self, embedding: Embedding) -> None:
         """Takes the embedding's vectors for weights."""
@@ -89,5 +91,20 @@ class Head(Linear):
             self._tied.weight = self.weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_samples, size] -> [num_samples, vocabulary_size]."""
-        return self._ranks.gather(super().__call__(x), self._share)
+        """[num_samples, size] -> [num_samples, vocabulary_size]; where C++ computes them, until the next call."""
+        return self._ranks.gather(self._scores(x), self._share)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """This rank's, on a CPU in memory that is kept.
+
+        Tens of megabytes at a time are too much for malloc to keep them: it gives them back to the system, and a step
+        would take them anew, page by page.
+        """
+        if not isinstance(self.packed, CpuLinear):
+            return super().__call__(x)
+        if self._room is None or len(self._room) < len(x):
+            self._room = None  # before the next one is taken
+            # No row takes memory before it is written, and so there are soon enough.
+            num_rows = 1 << (len(x) - 1).bit_length()
+            self._room = torch.empty(num_rows, self.packed.out_size, dtype=torch.float32)
+        return self.packed(x, self._room[: len(x)])
