@@ -65,7 +65,6 @@ class CpuLinear:
 
     Attributes:
         shape: of the weight.
-        out_size: outputs of a token; half as many as the weight has where gated.
         dtype: of x, of the bias, and of the weight as it was.
         is_gated: see `gated`.
         is_coded: whether the weight is (csrc/coded.hpp).
@@ -89,7 +88,7 @@ class CpuLinear:
         self._run = run
         self._bias = None if bias is None else _interleaved(bias) if gated else bias.contiguous()
         self._panels = panels
-        self.out_size = num_outputs // 2 if gated else num_outputs
+        self._out_size = num_outputs // 2 if gated else num_outputs
         self._out_dtype = torch.float32 if widened else weight.dtype
         self._addresses = tuple(None if each is None else each.data_ptr() for each in (*panels, self._bias))
         self._tail = (num_outputs, num_inputs, int(gated), int(widened), *threads)
@@ -110,9 +109,9 @@ class CpuLinear:
         if num_inputs != self.shape[1] or x.dtype != self.dtype or x.stride(1) != 1 or x.device.type != "cpu":
             raise ValueError(f"x {form(x)} on {x.device} is not of {self.shape[1]} {self.dtype}, side by side")
         if out is None:
-            out = torch.empty(num_tokens, self.out_size, dtype=self._out_dtype)
-        elif out.shape != (num_tokens, self.out_size) or out.dtype != self._out_dtype or not out.is_contiguous():
-            raise ValueError(f"out {form(out)} is no room for [{num_tokens}, {self.out_size}] {self._out_dtype}")
+            out = torch.empty(num_tokens, self._out_size, dtype=self._out_dtype)
+        elif out.shape != (num_tokens, self._out_size) or out.dtype != self._out_dtype or not out.is_contiguous():
+            raise ValueError(f"out {form(out)} is no room for [{num_tokens}, {self._out_size}] {self._out_dtype}")
         if self._run(x.data_ptr(), x.stride(0), *self._addresses, out.data_ptr(), num_tokens, *self._tail) != -1:
             raise MemoryError("no memory for the rows of a product")
         return out

@@ -111,7 +111,7 @@ class Target:
                 return check_answer(request, answers)
             if answers.reason == "RESOURCE_EXHAUSTED":  # the queue is full, as the test wants
                 return None
-            if answers.reason == "TAKEN_OVER":  # two of those at once resume the same request
+            if answers.reason == "TAKEN_OVER":  # another one at the same time resumes the same request
                 return None
             if answers.reason == "MODEL_NOT_FOUND":
                 request.model = ""
@@ -231,6 +231,7 @@ async def test_every_generate_request_is_answered_once_what_its_refusals_name_is
     async with target() as reached:
         await reached.hold(tame_and_wild(pb.GenerateRequest), reached.generate)
         assert {"INVALID_REQUEST", "FIELD_NOT_SUPPORTED", "MODEL_NOT_FOUND"} < set(reached.outcomes)
+        assert "TAKEN_OVER" not in reached.outcomes, "there is one call at a time"
 
 
 async def test_requests_at_once_share_few_blocks_and_leave_none_behind():

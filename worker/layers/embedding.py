@@ -91,7 +91,7 @@ class Head(Linear):
             self._tied.weight = self.weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_samples, size] -> [num_samples, vocabulary_size]; where C++ computes them, until the next call."""
+        """[num_samples, size] -> [num_samples, vocabulary_size]; made in C++, they stand until the next call."""
         return self._ranks.gather(self._scores(x), self._share)
 
     def _scores(self, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Head(Linear):
             return super().__call__(x)
         if self._room is None or len(self._room) < len(x):
             self._room = None  # before the next one is taken
-            # No row takes memory before it is written, and so there are soon enough.
+            # A power of two, to be large enough soon; rows that nobody has written take no memory.
             num_rows = 1 << (len(x) - 1).bit_length()
-            self._room = torch.empty(num_rows, self.packed.out_size, dtype=torch.float32)
+            self._room = torch.empty(num_rows, self._share.size, dtype=torch.float32)
         return self.packed(x, self._room[: len(x)])
