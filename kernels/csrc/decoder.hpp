@@ -5,7 +5,8 @@
 //     add and normalize | q, k, v | rotate and cache | attend | output
 //     add and normalize | gate and up | down
 //
-// Behind the last layer's attention only those tokens go on whose outcome is asked for: of a prompt the last one.
+// Behind the last layer's attention only those tokens go on whose outcome is asked for: of a prompt the last one. The
+// products between one layer's attention and the next one's ask memory for what that is going to read (ahead.hpp).
 #pragma once
 
 #include "attention.hpp"
@@ -68,6 +69,7 @@ struct LayerJobs {
     LinearJob output;
     PointwiseJob mlp_norm;
     LinearJob gate_up, down;
+    ContextAhead context;  // of this layer
 };
 
 // Moves the rows of the tokens that are scored to the front of both.
@@ -90,6 +92,28 @@ inline void pick_rows(void* data) {
     }
 }
 
+// Lists each block once that a query sees, up to so many bytes of K and V; to be freed. False without memory.
+bool list_blocks(const Attention& a, int64_t most_bytes, BlocksAhead& ahead) {
+    const int64_t value_bytes = size_of(a.cache_dtype);
+    ahead.bytes = (int64_t)a.block_size * a.num_kv_heads * a.head_dim * value_bytes;
+    ahead.stride = a.block_stride * value_bytes;
+    const int64_t most = most_bytes / (2 * ahead.bytes);
+    ahead.ids = static_cast<int32_t*>(malloc(sizeof(int32_t) * most + 1));
+    bool* const is_listed = static_cast<bool*>(calloc(a.num_blocks, sizeof(bool)));
+    const bool has_memory = ahead.ids != nullptr && is_listed != nullptr;
+    for (int row = 0; has_memory && row < a.num_rows; ++row) {
+        const int32_t* table = a.block_tables + row * a.table_stride;
+        const int first_seen = a.first_seen(a.context_lengths[row] - a.num_queries(row));
+        const int end = (a.context_lengths[row] + a.block_size - 1) / a.block_size;
+        for (int i = first_seen / a.block_size; i < end && ahead.count < most; ++i) {
+            if (!is_listed[table[i]]) ahead.ids[ahead.count++] = table[i];
+            is_listed[table[i]] = true;
+        }
+    }
+    free(is_listed);
+    return has_memory;
+}
+
 // What the layers hand from one job to the next.
 struct Buffers {
     char *x, *normed, *heads, *attended, *gated;
@@ -107,9 +131,12 @@ struct Buffers {
 // Writes down the jobs of each layer, and the stages that do them.
 class DecoderPlan {
   public:
-    DecoderPlan(const Decoder& decoder, const DecoderStep& step, int num_threads, const Plan& attention)
+    DecoderPlan(
+        const Decoder& decoder, const DecoderStep& step, int num_threads, const Plan& attention,
+        const BlocksAhead& ahead
+    )
         : d(decoder), step(step), b(decoder, step), num_tokens(step.num_tokens), num_threads(num_threads),
-          attention(attention) {}
+          attention(attention), ahead(ahead) {}
 
     // `jobs` has room for all layers, `stages` for eight each and two more. Gives how many stages there are.
     int write(LayerJobs* jobs, PickJob& pick, PointwiseJob& last, Stage* stages) {
@@ -118,21 +145,25 @@ class DecoderPlan {
         for (int i = 0; i < d.num_layers; ++i) {
             const DecoderLayer& layer = d.layers[i];
             LayerJobs& job = jobs[i];
-            const Weights* behind = i + 1 < d.num_layers ? &d.layers[i + 1].qkv : nullptr;
+            const bool is_last = i + 1 == d.num_layers;
+            const Weights* behind = is_last ? nullptr : &d.layers[i + 1].qkv;
+            ContextAhead* context = is_last ? nullptr : &jobs[i + 1].context;
+            const auto cache = [&](int number) { return static_cast<const char*>(step.caches[2 * i + number]); };
+            job.context = {&ahead, {cache(0), cache(1)}, {0, 2 * ahead.count}};
             // Nothing is added to the embeddings.
             job.attention_norm = i == 0 ? normalize(step.residual, nullptr, layer.attention_norm, b.normed)
                                         : normalize(b.x, step.residual, layer.attention_norm, b.normed);
-            job.qkv = multiply(layer.qkv, b.normed, b.heads, &layer.output);
+            job.qkv = multiply(layer.qkv, b.normed, b.heads, &layer.output, &job.context);
             job.cache = {cache_write(i), {0, step.num_tokens}};
             job.attention = {attend(i), attention, {0, attention.num_items}, false};
-            const bool picks = behind == nullptr && step.num_scored < step.num_tokens;
+            const bool picks = is_last && step.num_scored < step.num_tokens;
             if (picks) num_tokens = step.num_scored;
-            job.output = multiply(layer.output, b.attended, b.x, &layer.gate_up);
+            job.output = multiply(layer.output, b.attended, b.x, &layer.gate_up, context);
             job.mlp_norm = normalize(b.x, step.residual, layer.mlp_norm, b.normed);
-            job.gate_up = multiply(layer.gate_up, b.normed, b.gated, &layer.down);
+            job.gate_up = multiply(layer.gate_up, b.normed, b.gated, &layer.down, context);
             job.gate_up.a.gated = true;
             job.gate_up.a.out_stride /= 2;
-            job.down = multiply(layer.down, b.gated, b.x, behind);
+            job.down = multiply(layer.down, b.gated, b.x, behind, context);
 
             *next++ = {norm, &job.attention_norm};
             *next++ = {linear_work(job.qkv.a), &job.qkv};
@@ -151,6 +182,24 @@ class DecoderPlan {
         last = normalize(b.x, step.residual, d.norm, step.out);
         *next++ = {norm, &last};
         return (int)(next - stages);
+    }
+
+    // Of K and V for each layer: a byte for ten multiplications, since few rows leave little memory idle; and no more
+    // than stays in the cache that cores share until it is read.
+    int64_t most_bytes_ahead() const {
+        constexpr int64_t kMostBytes = 8 << 20;
+        const int64_t bytes = num_weights() * num_tokens / 10;
+        return bytes < kMostBytes ? bytes : kMostBytes;
+    }
+
+    // Attention of the layer that sees most.
+    Attention attend_widest() const {
+        Attention widest = attend(0);
+        for (int i = 1; i < d.num_layers; ++i) {
+            const int window = d.layers[i].window;
+            if (window == 0 || (widest.window > 0 && window > widest.window)) widest.window = window;
+        }
+        return widest;
     }
 
     Attention attend(int layer) const {
@@ -174,6 +223,13 @@ class DecoderPlan {
     // Values between a token's queries, keys and values and the next one's.
     int64_t heads_stride() const { return (int64_t)(d.num_heads + 2 * d.num_kv_heads) * d.head_dim; }
 
+    // Of a layer.
+    int64_t num_weights() const {
+        const DecoderLayer& layer = d.layers[0];
+        const auto of = [](const Weights& weights) { return (int64_t)weights.num_outputs * weights.num_inputs; };
+        return of(layer.qkv) + of(layer.output) + of(layer.gate_up) + of(layer.down);
+    }
+
     PointwiseJob normalize(const void* x, void* residual, const void* weight, void* out) const {
         return make_job({d.dtype, x, residual, weight, d.epsilon, out, num_tokens, d.hidden_size});
     }
@@ -185,8 +241,12 @@ class DecoderPlan {
         return {step.scored, step.num_scored, b.attended, residual, attended_bytes, residual_bytes, {0, 1}};
     }
 
-    LinearJob multiply(const Weights& weights, const void* x, void* out, const Weights* following) const {
+    LinearJob multiply(
+        const Weights& weights, const void* x, void* out, const Weights* following, ContextAhead* context
+    ) const {
         Linear a = product(weights, x, out);
+        a.context = context;
+        a.context_bytes = ahead.all_bytes() * kPanel * weights.num_inputs / num_weights();
         if (following != nullptr) {
             a.following = static_cast<const char*>(following->panels);
             a.following_bytes = product(*following, nullptr, nullptr).panel_bytes();
@@ -196,7 +256,8 @@ class DecoderPlan {
 
     Linear product(const Weights& weights, const void* x, void* out) const {
         return {d.dtype, x, weights.num_inputs, weights.panels, weights.scales, weights.exceptions, weights.bias, out,
-                weights.num_outputs, num_tokens, weights.num_outputs, weights.num_inputs, false, false, nullptr, 0};
+                weights.num_outputs, num_tokens, weights.num_outputs, weights.num_inputs, false, false, nullptr, 0,
+                nullptr, 0};
     }
 
     const Decoder& d;
@@ -205,6 +266,7 @@ class DecoderPlan {
     int num_tokens;  // that the next job is for
     const int num_threads;
     const Plan& attention;
+    const BlocksAhead& ahead;
 };
 
 bool ran_out_of_memory(const LayerJobs& job) {
@@ -217,7 +279,8 @@ bool ran_out_of_memory(const LayerJobs& job) {
 int decode(const Decoder& decoder, const DecoderStep& step, const Threads& threads, TeamSize team_size) {
     if (step.num_tokens == 0) return -1;
     Plan attention = {};
-    DecoderPlan plan(decoder, step, threads.num_threads, attention);
+    BlocksAhead ahead = {};
+    DecoderPlan plan(decoder, step, threads.num_threads, attention, ahead);
     const int token = find_misfit(plan.cache_write(0));
     if (token >= 0) return step.num_rows + 1 + token;
     const Attention first = plan.attend(0);
@@ -226,7 +289,8 @@ int decode(const Decoder& decoder, const DecoderStep& step, const Threads& threa
 
     LayerJobs* jobs = static_cast<LayerJobs*>(malloc(sizeof(LayerJobs) * decoder.num_layers));
     Stage* stages = static_cast<Stage*>(malloc(sizeof(Stage) * (8 * decoder.num_layers + 2)));
-    bool out_of_memory = !make_plan(first, threads.num_threads, attention) || jobs == nullptr || stages == nullptr;
+    bool out_of_memory = !make_plan(first, threads.num_threads, attention) || jobs == nullptr || stages == nullptr ||
+                         !list_blocks(plan.attend_widest(), plan.most_bytes_ahead(), ahead);
     if (!out_of_memory) {
         PickJob pick;
         PointwiseJob last;
@@ -237,6 +301,7 @@ int decode(const Decoder& decoder, const DecoderStep& step, const Threads& threa
         run_on(threads, true, run_program, &program);
         for (int i = 0; i < decoder.num_layers; ++i) out_of_memory |= ran_out_of_memory(jobs[i]);
     }
+    free(ahead.ids);
     free_plan(attention);
     free(stages);
     free(jobs);

@@ -15,6 +15,7 @@
 
 #include <stdlib.h>
 
+#include "ahead.hpp"
 #include "coded.hpp"
 #include "product.hpp"
 #include "threads.hpp"
@@ -47,6 +48,9 @@ struct Linear {
     // worked on; or null.
     const char* following;
     int64_t following_bytes;  // of each
+    // What attention reads next, and how much of it is asked for with each panel; or null.
+    ContextAhead* context;
+    int64_t context_bytes;
 
     int num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
     int64_t panel_bytes() const {
@@ -111,20 +115,6 @@ struct Quantized {
     }
 };
 
-// What is asked for while a panel is worked on: `bytes` more with each unit.
-struct Ahead {
-    const char* at;
-    int bytes;
-};
-
-constexpr int kUnitsAtOnce = 16;
-
-// Asks for what is worked on next, with so many units: from `line` on.
-ALWAYS_INLINE void ask(const char*& line, Ahead& ahead, int num_units) {
-    ahead.at += num_units * ahead.bytes;
-    for (; line < ahead.at; line += 64) __builtin_prefetch(line, 0, 2);
-}
-
 template <class Product, int kRows>
 ALWAYS_INLINE void multiply_unit(
     const typename Product::Loaded (&weights)[2], const typename Product::Left::Value* x, int64_t x_stride,
@@ -140,32 +130,38 @@ ALWAYS_INLINE void multiply_unit(
 
 template <class Product, int kRows, class Panel>
 ALWAYS_INLINE void multiply_tile(
-    const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, int column, Ahead ahead,
+    const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, int column, Ahead& ahead,
     float (*results)[kPanel]
 ) {
-    Floats sums[kRows][2] = {};
-    const char* line = ahead.at;
     constexpr int kUnits = Panel::kUnits;
+    static_assert(kUnits <= 2, "the loop takes two");
     typename Product::Loaded weights[kUnits][2];
-    if constexpr (Panel::kIsPlain && kRows == kVectorRows) {
-        // There products decide: to ask between them costs 5 % of their time, be there anything to ask for or not.
-        for (int unit = 0; unit < num_units;) {
-            ask(line, ahead, kUnitsAtOnce);
-            for (const int end = least(unit + kUnitsAtOnce, num_units); unit < end; ++unit) {
-                panel.load(unit, column, weights);
-                multiply_unit<Product>(weights[0], x + unit * Product::kPerUnit, x_stride, sums);
+    Run runs[kMostRuns];
+    ahead.share(num_units, runs);
+    Floats sums[kRows][2] = {};
+    Run* run = runs;
+    for (int unit = 0; unit < num_units; ++run) {
+        const char* line = run->at;
+        const int run_end = unit + run->num_units;
+        if constexpr (Panel::kIsPlain && kRows == kVectorRows) {
+            // There products decide: to ask between them costs 5 % of their time, be there anything to ask for or not.
+            while (unit < run_end) {
+                ask(line, *run, kRunUnits);
+                for (const int end = least(unit + kRunUnits, run_end); unit < end; ++unit) {
+                    panel.load(unit, column, weights);
+                    multiply_unit<Product>(weights[0], x + unit * Product::kPerUnit, x_stride, sums);
+                }
             }
-        }
-    } else {
-        // Here memory may decide, and more than a few lines at once would hold up what is needed now.
-        static_assert(kUnits <= 2, "the loop takes two");
-        for (int unit = 0; unit < num_units; unit += kUnits) {
-            panel.load(unit, column, weights);
-            ask(line, ahead, kUnits);
-            multiply_unit<Product>(weights[0], x + unit * Product::kPerUnit, x_stride, sums);
-            if constexpr (kUnits == 2)
-                if (unit + 1 < num_units)
-                    multiply_unit<Product>(weights[1], x + (unit + 1) * Product::kPerUnit, x_stride, sums);
+        } else {
+            // Here memory may decide, and more than a few lines at once would hold up what is needed now.
+            for (; unit < run_end; unit += kUnits) {
+                panel.load(unit, column, weights);
+                ask(line, *run, kUnits);
+                multiply_unit<Product>(weights[0], x + unit * Product::kPerUnit, x_stride, sums);
+                if constexpr (kUnits == 2)
+                    if (unit + 1 < num_units)
+                        multiply_unit<Product>(weights[1], x + (unit + 1) * Product::kPerUnit, x_stride, sums);
+            }
         }
     }
 #pragma GCC unroll 12
@@ -184,10 +180,10 @@ struct VectorPanels {
 
     template <class Panel>
     void multiply(
-        int num_rows, const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, Ahead ahead,
+        int num_rows, const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, Ahead& ahead,
         float (*results)[kPanel]
     ) {
-        for (int column = 0; column < kPanel; column += 2 * kWidth, ahead.bytes = 0) {
+        for (int column = 0; column < kPanel; column += 2 * kWidth) {
             const auto tile = [&](auto rows) __attribute__((always_inline)) {
                 constexpr int kCount = decltype(rows)::value;
                 if constexpr (kCount <= kRows)
@@ -229,14 +225,20 @@ struct TilePanels {
     static bool fits(int num_inputs) { return num_inputs % 32 == 0; }
 
     void multiply(
-        int num_rows, const uint16_t* x, int64_t x_stride, Plain<Product> panel, int num_units, Ahead ahead,
+        int num_rows, const uint16_t* x, int64_t x_stride, Plain<Product> panel, int num_units, Ahead& ahead,
         float (*results)[kPanel]
     ) {
         configure(num_rows);
         const bool both = num_rows > 16;
         registers.zero<0>(), registers.zero<1>();
         if (both) registers.zero<2>(), registers.zero<3>();
-        for (int unit = 0; unit < num_units; unit += 16) {
+        Run runs[kMostRuns];
+        ahead.share(num_units, runs);
+        Run* run = runs;
+        const char* line = run->at;
+        for (int unit = 0, run_end = run->num_units; unit < num_units; unit += 16) {
+            if (unit == run_end) line = (++run)->at, run_end += run->num_units;
+            ask(line, *run, 16);
             registers.load<kFirst>(x + 2 * unit, 2 * x_stride);
             registers.load<kLeftHalf>(panel.units + (int64_t)unit * kPanel, 4 * kPanel);
             registers.load<kRightHalf>(panel.units + (int64_t)unit * kPanel + 16, 4 * kPanel);
@@ -247,8 +249,6 @@ struct TilePanels {
                 registers.multiply_add<2, kSecond, kLeftHalf>();
                 registers.multiply_add<3, kSecond, kRightHalf>();
             }
-            for (int byte = 0; byte < 16 * ahead.bytes; byte += 64) __builtin_prefetch(ahead.at + byte, 0, 2);
-            ahead.at += 16 * ahead.bytes;
         }
         registers.store<0>(results[0], sizeof results[0]), registers.store<1>(results[0] + 16, sizeof results[0]);
         if (both)
@@ -300,20 +300,21 @@ ALWAYS_INLINE void finish_row(const Linear& a, int row, int64_t panel, float* su
     }
 }
 
-// All rows with one panel, while `next_bytes` at `next` are asked for. `rows` has room for rows as they are multiplied.
+// All rows with one panel, while `next` is asked for. `rows` has room for rows as they are multiplied.
 template <class Panels, class Element, class Panel>
 ALWAYS_INLINE void run_panel(
-    const Linear& a, Panels& panels, int64_t number, Panel panel, const char* next, int64_t next_bytes,
+    const Linear& a, Panels& panels, int64_t number, Panel panel, Span next, Ahead& ahead,
     typename Panels::Product::Left::Value* rows
 ) {
     using Left = typename Panels::Product::Left;
     const int num_units = a.num_inputs / Panels::Product::kPerUnit;
     const int num_blocks = (a.num_rows + Panels::kRows - 1) / Panels::kRows;
-    Ahead ahead = {next, (int)(next_bytes / num_units / num_blocks) + (next_bytes > 0)};  // of each block its share
+    const int64_t next_bytes = (next.bytes / num_blocks + 63) / 64 * 64;  // with each block of rows
     float results[Panels::kRows][kPanel] __attribute__((aligned(64)));
-    for (int row = 0; row < a.num_rows; row += Panels::kRows, ahead.at += (int64_t)ahead.bytes * num_units) {
+    for (int row = 0; row < a.num_rows; row += Panels::kRows, next.at += next_bytes) {
         const int count = least(Panels::kRows, a.num_rows - row);
         const auto* x = static_cast<const typename Element::Value*>(a.x) + row * a.x_stride;
+        ahead.begin({next.at, next_bytes}, a.context_bytes / num_blocks);
         if constexpr (Left::kDtype == Element::kDtype) {
             panels.multiply(count, x, a.x_stride, panel, num_units, ahead, results);
         } else {
@@ -346,14 +347,15 @@ void run_panels(void* data) {
     uint32_t* decoded = reinterpret_cast<uint32_t*>(memory + row_bytes);
 
     Panels panels;
+    Ahead ahead(a.context);
     const char* weight = static_cast<const char*>(a.weight);
     for (int64_t number = job.panels.take(1); number < job.panels.count; number = job.panels.take(1)) {
         const char* at = weight + number * panel_bytes;
         const int64_t left = job.panels.count - number - job.num_threads;
-        const char* next = left > 0 ? at + job.num_threads * panel_bytes : a.following - left * a.following_bytes;
-        const int64_t next_bytes = left > 0 ? panel_bytes : a.following_bytes;
+        const Span next = left > 0 ? Span{at + job.num_threads * panel_bytes, panel_bytes}
+                                   : Span{a.following - left * a.following_bytes, a.following_bytes};
         const auto run = [&](auto panel) __attribute__((always_inline)) {
-            run_panel<Panels, Element>(a, panels, number, panel, next, next_bytes, rows);
+            run_panel<Panels, Element>(a, panels, number, panel, next, ahead, rows);
         };
         // For many rows a panel is decoded once for all of them. Of a coded one that saves nothing for fewer than 120.
         constexpr int kMostDecoded = (kForm == Form::kCoded ? 10 : 1) * Panels::kRows;

@@ -1,0 +1,104 @@
+// What a product asks memory for while it computes: the weights that follow, and the K and V that attention reads next.
+//
+// Attention to many sequences waits for memory, and a product with many rows leaves memory idle. So what attention reads
+// is asked for while the products before it compute: not into a core's own cache, which is too small for it, but by way
+// of that into the one that the cores share. When memory is read changes, and not what is computed.
+#pragma once
+
+#include "threads.hpp"
+#include "vector.hpp"
+
+namespace {
+
+// Products work on so many units at once, or on a part of these.
+constexpr int kRunUnits = 16;
+
+struct Span {
+    const char* at;
+    int64_t bytes;
+};
+
+// Some blocks of each layer's cache.
+struct BlocksAhead {
+    int32_t* ids;
+    int64_t count;
+    int64_t bytes;   // of what K's cache holds in one, and V's
+    int64_t stride;  // bytes from one to the next, in either
+
+    int64_t all_bytes() const { return 2 * count * bytes; }
+};
+
+// What a layer's K and V are in these: threads take it span by span.
+struct ContextAhead {
+    const BlocksAhead* blocks;
+    const char* caches[2];
+    Counter spans;  // K of the first block, its V, K of the second one
+
+    Span span(int64_t number) const {
+        return {caches[number % 2] + blocks->ids[number / 2] * blocks->stride, blocks->bytes};
+    }
+};
+
+// What is asked for with each of some units of a tile: so many bytes.
+struct Run {
+    const char* at;
+    int bytes;
+    int num_units;  // a multiple of kRunUnits, or all that are left
+};
+
+// Of one tile. They are found before its first unit: a call between two units would have to put all sums aside.
+constexpr int kMostRuns = 8;
+
+// What a thread asks for.
+class Ahead {
+  public:
+    explicit Ahead(ContextAhead* context) : context_(context) {}
+
+    // For a tile: some weights, and then so much of the context.
+    void begin(Span weights, int64_t context_bytes) {
+        weights_ = weights;
+        context_bytes_ = context_ != nullptr ? (context_bytes + 63) / 64 * 64 : 0;
+    }
+
+    // Shares that out to the tile's units. Not inlined in any of the tiles, of which there are many.
+    __attribute__((noinline)) void share(int num_units, Run (&runs)[kMostRuns]) {
+        for (int i = 0; num_units > 0; num_units -= runs[i++].num_units) {
+            const int64_t all_bytes = weights_.bytes + context_bytes_;
+            const Span span = weights_.bytes > 0 ? take(weights_, weights_.bytes) : take_context();
+            int count = num_units;
+            if (span.bytes > 0 && i + 1 < kMostRuns)
+                count = least(round_up((int)(num_units * span.bytes / all_bytes) + 1, kRunUnits), num_units);
+            runs[i] = {span.at, (int)((span.bytes + count - 1) / count), count};
+        }
+    }
+
+  private:
+    static Span take(Span& from, int64_t bytes) {
+        const Span taken = {from.at, bytes < from.bytes ? bytes : from.bytes};
+        from = {from.at + taken.bytes, from.bytes - taken.bytes};
+        return taken;
+    }
+
+    Span take_context() {
+        if (context_bytes_ > 0 && span_.bytes == 0) {
+            const int64_t number = context_->spans.take(1);
+            if (number < context_->spans.count) span_ = context_->span(number);
+        }
+        const Span taken = take(span_, context_bytes_);
+        context_bytes_ = taken.bytes > 0 ? context_bytes_ - taken.bytes : 0;
+        return taken;
+    }
+
+    ContextAhead* const context_;
+    Span weights_ = {};          // of this tile, not asked for yet
+    int64_t context_bytes_ = 0;  // likewise
+    Span span_ = {};             // of the context, begun with
+};
+
+// Asks for the lines of a run up to that of the next units: from `line` on.
+ALWAYS_INLINE void ask(const char*& line, Run& run, int num_units) {
+    run.at += num_units * run.bytes;
+    for (; line < run.at; line += 64) __builtin_prefetch(line, 0, 2);
+}
+
+}  // namespace
