@@ -50,7 +50,7 @@ _SAMPLING = (c_void_p, c_int64, *[c_void_p] * 8, c_int, c_int, *_THREADS)
 _GATE = (c_int, c_void_p, c_void_p, c_int64, c_int64, *_THREADS)
 
 # Where the time to decode a weight hides behind that of reading it.
-_CODING_LEVELS = ("avx512_bf16", "amx_bf16", "amx_model")
+_CODING_LEVELS = ("avx2", "avx512", "avx512_bf16", "amx_bf16", "amx_model")
 
 
 class KernelsUnavailable(Exception):

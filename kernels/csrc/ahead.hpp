@@ -54,17 +54,21 @@ class Ahead {
   public:
     explicit Ahead(ContextAhead* context) : context_(context) {}
 
-    // For a tile: some weights, and then so much of the context.
+    // For the tiles of some rows: some weights, and then so much of the context.
     void begin(Span weights, int64_t context_bytes) {
         weights_ = weights;
-        context_bytes_ = context_ != nullptr ? (context_bytes + 63) / 64 * 64 : 0;
+        context_bytes_ = context_ != nullptr ? round_up_line(context_bytes) : 0;
     }
 
-    // Shares that out to the tile's units. Not inlined in any of the tiles, of which there are many.
-    __attribute__((noinline)) void share(int num_units, Run (&runs)[kMostRuns]) {
+    // Shares out to a tile's units what is not asked for yet, or its part of it where other tiles follow. Not inlined in
+    // any of the tiles, of which there are many.
+    __attribute__((noinline)) void share(int num_units, int num_tiles, Run (&runs)[kMostRuns]) {
+        Span weights = take(weights_, round_up_line(weights_.bytes / num_tiles));
+        int64_t context_bytes = round_up_line(context_bytes_ / num_tiles);
+        context_bytes_ -= context_bytes;
         for (int i = 0; num_units > 0; num_units -= runs[i++].num_units) {
-            const int64_t all_bytes = weights_.bytes + context_bytes_;
-            const Span span = weights_.bytes > 0 ? take(weights_, weights_.bytes) : take_context();
+            const int64_t all_bytes = weights.bytes + context_bytes;
+            const Span span = weights.bytes > 0 ? take(weights, weights.bytes) : take_context(context_bytes);
             int count = num_units;
             if (span.bytes > 0 && i + 1 < kMostRuns)
                 count = least(round_up((int)(num_units * span.bytes / all_bytes) + 1, kRunUnits), num_units);
@@ -73,24 +77,27 @@ class Ahead {
     }
 
   private:
+    static int64_t round_up_line(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
     static Span take(Span& from, int64_t bytes) {
         const Span taken = {from.at, bytes < from.bytes ? bytes : from.bytes};
         from = {from.at + taken.bytes, from.bytes - taken.bytes};
         return taken;
     }
 
-    Span take_context() {
-        if (context_bytes_ > 0 && span_.bytes == 0) {
+    // Some of the next `bytes`, which are less then by as much.
+    Span take_context(int64_t& bytes) {
+        if (bytes > 0 && span_.bytes == 0) {
             const int64_t number = context_->spans.take(1);
             if (number < context_->spans.count) span_ = context_->span(number);
         }
-        const Span taken = take(span_, context_bytes_);
-        context_bytes_ = taken.bytes > 0 ? context_bytes_ - taken.bytes : 0;
+        const Span taken = take(span_, bytes);
+        bytes = taken.bytes > 0 ? bytes - taken.bytes : 0;
         return taken;
     }
 
     ContextAhead* const context_;
-    Span weights_ = {};          // of this tile, not asked for yet
+    Span weights_ = {};          // of these tiles, not asked for yet
     int64_t context_bytes_ = 0;  // likewise
     Span span_ = {};             // of the context, begun with
 };

@@ -15,11 +15,12 @@
 namespace {
 
 constexpr int kPanel = 32;  // outputs
+constexpr int kPanelVectors = kPanel / kWidth;
 
 // A value whose upper byte is none of its panel's 16.
 struct Exception {
     int32_t pair;    // of units; INT32_MAX behind the last one of a panel
-    uint16_t place;  // 64 in the second unit of the pair, and output * 2, and 1 for the second input
+    uint16_t place;  // 64 in the second unit of the pair, and output * 2, and 1 for the second input: as it is decoded
     uint16_t value;
 };
 
@@ -50,14 +51,13 @@ static_assert(sizeof(CodedPanel) == 64 && sizeof(CodedPair) == 192, "kernels/cpu
 // where a vector of pairs of inputs has it.
 ALWAYS_INLINE int spread(int place) { return (place & 24) << 1 | (place & 32) >> 2 | (place & 7); }
 
-// A panel's units, two at a time, and two vectors of outputs of each. They are to be asked for in their order, by the
-// first of the two.
+// A panel's units, two at a time, all outputs of each. They are to be asked for in their order, by the first of the two.
 struct Coded {
     static constexpr int kUnits = 2;
     const CodedPanel* panel;
     const Exception* next;
 
-    ALWAYS_INLINE void decode(int unit, int column, Words (&words)[kUnits][2]) {
+    ALWAYS_INLINE void decode(int unit, Words (&words)[kUnits][kPanelVectors]) {
         const CodedPair& from = panel->pairs()[unit / 2];
 #if defined(__AVX512BW__)
         const __m512i uppers = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)panel->uppers));
@@ -70,35 +70,48 @@ struct Coded {
             words[i][0] = (Words)_mm512_unpacklo_epi8(lower, upper);
             words[i][1] = (Words)_mm512_unpackhi_epi8(lower, upper);
         }
+#elif defined(__AVX2__)
+        const __m256i uppers = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)panel->uppers));
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+            const __m256i codes = _mm256_load_si256((const __m256i*)from.codes + half);
+#pragma GCC unroll 2
+            for (int i = 0; i < kUnits; ++i) {
+                const __m256i lower = _mm256_load_si256((const __m256i*)from.lower[i] + half);
+                const __m256i own_codes = _mm256_and_si256(_mm256_srli_epi16(codes, 4 * i), _mm256_set1_epi8(15));
+                const __m256i upper = _mm256_shuffle_epi8(uppers, own_codes);
+                words[i][half] = (Words)_mm256_unpacklo_epi8(lower, upper);
+                words[i][half + 2] = (Words)_mm256_unpackhi_epi8(lower, upper);
+            }
+        }
 #else
         for (int i = 0; i < kUnits; ++i)
-            for (int lane = 0; lane < 2 * kWidth; ++lane) {
-                const int at = spread(2 * (column + lane));
+            for (int output = 0; output < kPanel; ++output) {
+                const int at = spread(2 * output);
                 const uint32_t first_upper = panel->uppers[from.codes[at] >> 4 * i & 15];
                 const uint32_t second_upper = panel->uppers[from.codes[at + 1] >> 4 * i & 15];
-                words[i][lane / kWidth][lane % kWidth] =
+                words[i][output / kWidth][output % kWidth] =
                     from.lower[i][at] | first_upper << 8 | from.lower[i][at + 1] << 16 | second_upper << 24;
             }
 #endif
         if (__builtin_expect(unit / 2 == next->pair, 0)) {
             // In a copy, so that those without exceptions stay in registers.
-            Words changed[kUnits][2];
+            Words changed[kUnits][kPanelVectors];
 #pragma GCC unroll 2
-            for (int i = 0; i < kUnits; ++i) changed[i][0] = words[i][0], changed[i][1] = words[i][1];
-            put_exceptions(unit / 2, column, changed);
+            for (int i = 0; i < kUnits; ++i)
+#pragma GCC unroll 8
+                for (int vector = 0; vector < kPanelVectors; ++vector) changed[i][vector] = words[i][vector];
+            put_exceptions(unit / 2, changed);
 #pragma GCC unroll 2
-            for (int i = 0; i < kUnits; ++i) words[i][0] = changed[i][0], words[i][1] = changed[i][1];
+            for (int i = 0; i < kUnits; ++i)
+#pragma GCC unroll 8
+                for (int vector = 0; vector < kPanelVectors; ++vector) words[i][vector] = changed[i][vector];
         }
     }
 
-    __attribute__((noinline)) void put_exceptions(int pair, int column, Words (&words)[kUnits][2]) {
-        const Exception* exception = next;
-        for (; exception->pair == pair; ++exception) {
-            const int at = exception->place % (2 * kPanel) - 2 * column;
-            char* values = reinterpret_cast<char*>(words[exception->place / (2 * kPanel)]);
-            if (at >= 0 && at < 4 * kWidth) memcpy(values + 2 * at, &exception->value, 2);
-        }
-        next = exception;
+    __attribute__((noinline)) void put_exceptions(int pair, Words (&words)[kUnits][kPanelVectors]) {
+        for (; next->pair == pair; ++next)
+            memcpy(reinterpret_cast<char*>(words) + 2 * next->place, &next->value, sizeof next->value);
     }
 };
 

@@ -25,11 +25,16 @@
 
 namespace {
 
+// The most rows of a tile, with two vectors of outputs each and with all of a panel: what the registers hold, which are 16
+// below AVX-512.
 #if defined(__AVX512F__)
-constexpr int kVectorRows = 12;  // with two vectors of outputs each: what the registers hold
+constexpr int kVectorRows = 12, kWholeRows = 12;
 #else
-constexpr int kVectorRows = 4;
+constexpr int kVectorRows = 6, kWholeRows = 8 / kPanelVectors;
 #endif
+
+// Of rows that are converted at once.
+constexpr int64_t kConvertedBytes = 512 << 10;
 
 struct Linear {
     Dtype dtype;          // of x, of the bias, of the weight unless it is int8, and of out unless it is widened
@@ -66,35 +71,37 @@ struct LinearJob {
     bool out_of_memory;
 };
 
-// A panel as a tile takes it in: kUnits units at a time, and of each two vectors of outputs. The last that is loaded may be
-// one too many, and then it holds anything.
+// A panel as a tile takes it in: kUnits units at a time, and of each some vectors of outputs. The last unit that is loaded
+// may be one too many, and then it holds anything.
 template <class Product>
 struct Plain {
     static constexpr bool kIsPlain = true;
     static constexpr int kUnits = 1;
     const typename Product::Unit* units;
 
-    ALWAYS_INLINE void load(int unit, int column, typename Product::Loaded (&loaded)[kUnits][2]) const {
+    template <int kVectors>
+    ALWAYS_INLINE void load(int unit, int column, typename Product::Loaded (&loaded)[kUnits][kVectors]) const {
         const typename Product::Unit* from = units + (int64_t)unit * kPanel + column;
-        loaded[0][0] = Product::load(from), loaded[0][1] = Product::load(from + kWidth);
+#pragma GCC unroll 8
+        for (int vector = 0; vector < kVectors; ++vector) loaded[0][vector] = Product::load(from + vector * kWidth);
     }
 };
 
-// The same, of units that are made on the way.
+// The same, of units that are made on the way, for tiles that take all outputs.
 template <class Product, class Source>
 struct Decoded {
     static constexpr bool kIsPlain = false;
     static constexpr int kUnits = Source::kUnits;
     Source source;
 
-    ALWAYS_INLINE void load(int unit, int column, typename Product::Loaded (&loaded)[kUnits][2]) {
-        Words words[kUnits][2];
-        source.decode(unit, column, words);
+    ALWAYS_INLINE void load(int unit, int, typename Product::Loaded (&loaded)[kUnits][kPanelVectors]) {
+        Words words[kUnits][kPanelVectors];
+        source.decode(unit, words);
 #pragma GCC unroll 2
         for (int i = 0; i < kUnits; ++i)
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half)
-                loaded[i][half] = Product::load(reinterpret_cast<const typename Product::Unit*>(&words[i][half]));
+#pragma GCC unroll 8
+            for (int vector = 0; vector < kPanelVectors; ++vector)
+                loaded[i][vector] = Product::load(reinterpret_cast<const typename Product::Unit*>(&words[i][vector]));
     }
 };
 
@@ -104,10 +111,11 @@ struct Quantized {
     static constexpr int kUnits = 1;
     const int8_t* values;
 
-    ALWAYS_INLINE void decode(int unit, int column, Words (&words)[kUnits][2]) const {
-        for (int i = 0; i < 2; ++i) {
-            const int8_t* from = values + (int64_t)unit * kPerUnit * kPanel + column + i * kWidth;
-            Words& word = words[0][i];
+    ALWAYS_INLINE void decode(int unit, Words (&words)[kUnits][kPanelVectors]) const {
+        const int8_t* from = values + (int64_t)unit * kPerUnit * kPanel;
+#pragma GCC unroll 8
+        for (int vector = 0; vector < kPanelVectors; ++vector, from += kWidth) {
+            Words& word = words[0][vector];
             word = (Words)widen_bytes(from);
             // Integers as float32 have lower halves of zero, and what is left of them is bfloat16.
             if constexpr (kPerUnit == 2) word = word >> 16 | (Words)widen_bytes(from + kPanel);
@@ -115,30 +123,17 @@ struct Quantized {
     }
 };
 
-template <class Product, int kRows>
-ALWAYS_INLINE void multiply_unit(
-    const typename Product::Loaded (&weights)[2], const typename Product::Left::Value* x, int64_t x_stride,
-    Floats (&sums)[kRows][2]
-) {
-#pragma GCC unroll 12
-    for (int row = 0; row < kRows; ++row) {
-        const auto* values = x + row * x_stride;
-        sums[row][0] = Product::multiply_add(sums[row][0], weights[0], values);
-        sums[row][1] = Product::multiply_add(sums[row][1], weights[1], values);
-    }
-}
-
 template <class Product, int kRows, class Panel>
 ALWAYS_INLINE void multiply_tile(
     const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, int column, Ahead& ahead,
     float (*results)[kPanel]
 ) {
-    constexpr int kUnits = Panel::kUnits;
+    constexpr int kUnits = Panel::kUnits, kVectors = kRows <= kWholeRows ? kPanelVectors : 2;
     static_assert(kUnits <= 2, "the loop takes two");
-    typename Product::Loaded weights[kUnits][2];
+    typename Product::Loaded weights[kUnits][kVectors];
     Run runs[kMostRuns];
-    ahead.share(num_units, runs);
-    Floats sums[kRows][2] = {};
+    ahead.share(num_units, (kPanel - column) / (kVectors * kWidth), runs);
+    Floats sums[kRows][kVectors] = {};
     Run* run = runs;
     for (int unit = 0; unit < num_units; ++run) {
         const char* line = run->at;
@@ -149,7 +144,7 @@ ALWAYS_INLINE void multiply_tile(
                 ask(line, *run, kRunUnits);
                 for (const int end = least(unit + kRunUnits, run_end); unit < end; ++unit) {
                     panel.load(unit, column, weights);
-                    multiply_unit<Product>(weights[0], x + unit * Product::kPerUnit, x_stride, sums);
+                    add_products<Product>(weights[0], x + unit * Product::kPerUnit, x_stride, sums);
                 }
             }
         } else {
@@ -157,18 +152,18 @@ ALWAYS_INLINE void multiply_tile(
             for (; unit < run_end; unit += kUnits) {
                 panel.load(unit, column, weights);
                 ask(line, *run, kUnits);
-                multiply_unit<Product>(weights[0], x + unit * Product::kPerUnit, x_stride, sums);
+                add_products<Product>(weights[0], x + unit * Product::kPerUnit, x_stride, sums);
                 if constexpr (kUnits == 2)
                     if (unit + 1 < num_units)
-                        multiply_unit<Product>(weights[1], x + (unit + 1) * Product::kPerUnit, x_stride, sums);
+                        add_products<Product>(weights[1], x + (unit + 1) * Product::kPerUnit, x_stride, sums);
             }
         }
     }
 #pragma GCC unroll 12
-    for (int row = 0; row < kRows; ++row) {
-        store_floats(results[row] + column, sums[row][0]);
-        store_floats(results[row] + column + kWidth, sums[row][1]);
-    }
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
+        for (int vector = 0; vector < kVectors; ++vector)
+            store_floats(results[row] + column + vector * kWidth, sums[row][vector]);
 }
 
 // The products of some rows with a panel, by vectors.
@@ -183,26 +178,25 @@ struct VectorPanels {
         int num_rows, const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, Ahead& ahead,
         float (*results)[kPanel]
     ) {
-        for (int column = 0; column < kPanel; column += 2 * kWidth) {
-            const auto tile = [&](auto rows) __attribute__((always_inline)) {
-                constexpr int kCount = decltype(rows)::value;
-                if constexpr (kCount <= kRows)
+        const auto tiles = [&](auto rows) __attribute__((always_inline)) {
+            constexpr int kCount = decltype(rows)::value;
+            if constexpr (kCount <= (Panel::kIsPlain ? kRows : kWholeRows))
+                for (int column = 0; column < kPanel; column += kCount <= kWholeRows ? kPanel : 2 * kWidth)
                     multiply_tile<Product, kCount>(x, x_stride, panel, num_units, column, ahead, results);
-            };
-            switch (num_rows) {
-                case 1: tile(Number<1>{}); break;
-                case 2: tile(Number<2>{}); break;
-                case 3: tile(Number<3>{}); break;
-                case 4: tile(Number<4>{}); break;
-                case 5: tile(Number<5>{}); break;
-                case 6: tile(Number<6>{}); break;
-                case 7: tile(Number<7>{}); break;
-                case 8: tile(Number<8>{}); break;
-                case 9: tile(Number<9>{}); break;
-                case 10: tile(Number<10>{}); break;
-                case 11: tile(Number<11>{}); break;
-                default: tile(Number<12>{});
-            }
+        };
+        switch (num_rows) {
+            case 1: tiles(Number<1>{}); break;
+            case 2: tiles(Number<2>{}); break;
+            case 3: tiles(Number<3>{}); break;
+            case 4: tiles(Number<4>{}); break;
+            case 5: tiles(Number<5>{}); break;
+            case 6: tiles(Number<6>{}); break;
+            case 7: tiles(Number<7>{}); break;
+            case 8: tiles(Number<8>{}); break;
+            case 9: tiles(Number<9>{}); break;
+            case 10: tiles(Number<10>{}); break;
+            case 11: tiles(Number<11>{}); break;
+            default: tiles(Number<12>{});
         }
     }
     void end() {}
@@ -233,12 +227,12 @@ struct TilePanels {
         registers.zero<0>(), registers.zero<1>();
         if (both) registers.zero<2>(), registers.zero<3>();
         Run runs[kMostRuns];
-        ahead.share(num_units, runs);
+        ahead.share(num_units, 1, runs);
         Run* run = runs;
         const char* line = run->at;
-        for (int unit = 0, run_end = run->num_units; unit < num_units; unit += 16) {
+        for (int unit = 0, run_end = run->num_units; unit < num_units; unit += kRunUnits) {
             if (unit == run_end) line = (++run)->at, run_end += run->num_units;
-            ask(line, *run, 16);
+            ask(line, *run, kRunUnits);
             registers.load<kFirst>(x + 2 * unit, 2 * x_stride);
             registers.load<kLeftHalf>(panel.units + (int64_t)unit * kPanel, 4 * kPanel);
             registers.load<kRightHalf>(panel.units + (int64_t)unit * kPanel + 16, 4 * kPanel);
@@ -300,29 +294,68 @@ ALWAYS_INLINE void finish_row(const Linear& a, int row, int64_t panel, float* su
     }
 }
 
-// All rows with one panel, while `next` is asked for. `rows` has room for rows as they are multiplied.
+// Rows as they are multiplied.
+template <class Value>
+struct Rows {
+    const Value* x;
+    int64_t stride;
+    int first, count;
+};
+
+// The rows of x in chunks. Those of another kind than the one to multiply are converted, some at a time, once for all
+// panels.
+template <class Element, class Left, int kRowStep>
+class RowChunks {
+  public:
+    using Value = typename Left::Value;
+
+    explicit RowChunks(const Linear& a) : a_(a), size_(kConverts ? least(most_converted(), a.num_rows) : a.num_rows) {}
+
+    int count() const { return (a_.num_rows + size_ - 1) / size_; }
+    int64_t bytes() const { return kConverts ? (size_ * row_bytes() + 63) / 64 * 64 : 0; }
+
+    // Those of one chunk; in `memory`, if they are converted, where the last ones that were asked for may stand already.
+    const Rows<Value>& rows(int64_t chunk, Value* memory) {
+        const int first = (int)chunk * size_, count = least(size_, a_.num_rows - first);
+        if (rows_.count > 0 && rows_.first == first) return rows_;
+        const auto* x = static_cast<const typename Element::Value*>(a_.x) + first * a_.x_stride;
+        if constexpr (kConverts) {
+            for (int64_t row = 0; row < count; ++row)
+                convert<Element, Left>(x + row * a_.x_stride, memory + row * a_.num_inputs, a_.num_inputs);
+            rows_ = {memory, a_.num_inputs, first, count};
+        } else {
+            rows_ = {x, a_.x_stride, first, count};
+        }
+        return rows_;
+    }
+
+  private:
+    static constexpr bool kConverts = Left::kDtype != Element::kDtype;
+
+    int64_t row_bytes() const { return (int64_t)sizeof(Value) * a_.num_inputs; }
+    int most_converted() const { return round_up((int)(kConvertedBytes / row_bytes()) + 1, kRowStep); }
+
+    const Linear& a_;
+    const int size_;
+    Rows<Value> rows_ = {};
+};
+
+// All these rows with one panel, while `next` is asked for.
 template <class Panels, class Element, class Panel>
 ALWAYS_INLINE void run_panel(
-    const Linear& a, Panels& panels, int64_t number, Panel panel, Span next, Ahead& ahead,
-    typename Panels::Product::Left::Value* rows
+    const Linear& a, Panels& panels, int64_t number, Panel panel,
+    const Rows<typename Panels::Product::Left::Value>& rows, Span next, Ahead& ahead
 ) {
-    using Left = typename Panels::Product::Left;
     const int num_units = a.num_inputs / Panels::Product::kPerUnit;
-    const int num_blocks = (a.num_rows + Panels::kRows - 1) / Panels::kRows;
+    const int num_blocks = (rows.count + Panels::kRows - 1) / Panels::kRows;
     const int64_t next_bytes = (next.bytes / num_blocks + 63) / 64 * 64;  // with each block of rows
+    const int64_t context_bytes = a.context_bytes * rows.count / a.num_rows / num_blocks;
     float results[Panels::kRows][kPanel] __attribute__((aligned(64)));
-    for (int row = 0; row < a.num_rows; row += Panels::kRows, next.at += next_bytes) {
-        const int count = least(Panels::kRows, a.num_rows - row);
-        const auto* x = static_cast<const typename Element::Value*>(a.x) + row * a.x_stride;
-        ahead.begin({next.at, next_bytes}, a.context_bytes / num_blocks);
-        if constexpr (Left::kDtype == Element::kDtype) {
-            panels.multiply(count, x, a.x_stride, panel, num_units, ahead, results);
-        } else {
-            for (int i = 0; i < count; ++i)
-                convert<Element, Left>(x + i * a.x_stride, rows + (int64_t)i * a.num_inputs, a.num_inputs);
-            panels.multiply(count, rows, a.num_inputs, panel, num_units, ahead, results);
-        }
-        for (int i = 0; i < count; ++i) finish_row<Element>(a, row + i, number, results[i]);
+    for (int row = 0; row < rows.count; row += Panels::kRows, next.at += next_bytes) {
+        const int count = least(Panels::kRows, rows.count - row);
+        ahead.begin({next.at, next_bytes}, context_bytes);
+        panels.multiply(count, rows.x + row * rows.stride, rows.stride, panel, num_units, ahead, results);
+        for (int i = 0; i < count; ++i) finish_row<Element>(a, rows.first + row + i, number, results[i]);
     }
 }
 
@@ -334,42 +367,41 @@ void run_panels(void* data) {
     LinearJob& job = *static_cast<LinearJob*>(data);
     const Linear& a = job.a;
     const int num_units = a.num_inputs / Product::kPerUnit;
-    const int64_t panel_bytes = a.panel_bytes();
+    const int64_t num_panels = job.panels.count, panel_bytes = a.panel_bytes();
+    RowChunks<Element, typename Product::Left, Panels::kRows> chunks(a);
+    const int64_t num_items = num_panels * chunks.count();
     // Rows, and a panel that is decoded.
     using Value = typename Product::Left::Value;
-    const size_t row_bytes = (sizeof(Value) * Panels::kRows * a.num_inputs + 63) / 64 * 64;
-    char* memory = static_cast<char*>(aligned_alloc(64, row_bytes + sizeof(uint32_t) * num_units * kPanel));
+    char* memory = static_cast<char*>(aligned_alloc(64, chunks.bytes() + sizeof(uint32_t) * num_units * kPanel));
     if (memory == nullptr) {
         __atomic_store_n(&job.out_of_memory, true, __ATOMIC_RELAXED);
         return;
     }
-    Value* rows = reinterpret_cast<Value*>(memory);
-    uint32_t* decoded = reinterpret_cast<uint32_t*>(memory + row_bytes);
+    uint32_t* decoded = reinterpret_cast<uint32_t*>(memory + chunks.bytes());
 
     Panels panels;
     Ahead ahead(a.context);
     const char* weight = static_cast<const char*>(a.weight);
-    for (int64_t number = job.panels.take(1); number < job.panels.count; number = job.panels.take(1)) {
+    for (int64_t item = job.panels.take(1); item < num_items; item = job.panels.take(1)) {
+        const int64_t number = item % num_panels, later = item + job.num_threads;
+        const Rows<Value>& rows = chunks.rows(item / num_panels, reinterpret_cast<Value*>(memory));
         const char* at = weight + number * panel_bytes;
-        const int64_t left = job.panels.count - number - job.num_threads;
-        const Span next = left > 0 ? Span{at + job.num_threads * panel_bytes, panel_bytes}
-                                   : Span{a.following - left * a.following_bytes, a.following_bytes};
+        const Span next = later < num_items
+                              ? Span{weight + later % num_panels * panel_bytes, panel_bytes}
+                              : Span{a.following + (later - num_items) * a.following_bytes, a.following_bytes};
         const auto run = [&](auto panel) __attribute__((always_inline)) {
-            run_panel<Panels, Element>(a, panels, number, panel, next, ahead, rows);
+            run_panel<Panels, Element>(a, panels, number, panel, rows, next, ahead);
         };
         // For many rows a panel is decoded once for all of them. Of a coded one that saves nothing for fewer than 120.
-        constexpr int kMostDecoded = (kForm == Form::kCoded ? 10 : 1) * Panels::kRows;
+        constexpr int kMostDecoded = (kForm == Form::kCoded && kWholeRows == Panels::kRows ? 10 : 1) * kWholeRows;
         const auto decode_and_run = [&](auto source) __attribute__((always_inline)) {
             if constexpr (Panels::kDecodes)
-                if (a.num_rows <= kMostDecoded) return run(Decoded<Product, decltype(source)>{source});
-            for (int column = 0; column < kPanel; column += 2 * kWidth) {
-                auto from_first = source;
-                for (int unit = 0; unit < num_units; unit += source.kUnits) {
-                    Words words[source.kUnits][2];
-                    from_first.decode(unit, column, words);
-                    for (int i = 0; i < source.kUnits && unit + i < num_units; ++i)
-                        memcpy(decoded + (int64_t)(unit + i) * kPanel + column, words[i], sizeof words[i]);
-                }
+                if (rows.count <= kMostDecoded) return run(Decoded<Product, decltype(source)>{source});
+            for (int unit = 0; unit < num_units; unit += source.kUnits) {
+                Words words[source.kUnits][kPanelVectors];
+                source.decode(unit, words);
+                for (int i = 0; i < source.kUnits && unit + i < num_units; ++i)
+                    memcpy(decoded + (int64_t)(unit + i) * kPanel, words[i], sizeof words[i]);
             }
             run(Plain<Product>{decoded});
         };

@@ -50,13 +50,7 @@ ALWAYS_INLINE void score_tile(
             k[column] = lanes == kWidth ? Product::load(from) : Product::load(from, lanes);
             __builtin_prefetch(chunks[column].ahead + (size_t)unit * kWidth);
         }
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 8
-            for (int column = 0; column < kColumns; ++column)
-                sums[row][column] = Product::multiply_add(
-                    sums[row][column], k[column], q + row * head_dim + unit * Product::kPerUnit
-                );
+        add_products<Product>(k, q + unit * Product::kPerUnit, head_dim, sums);
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row)
@@ -109,13 +103,7 @@ ALWAYS_INLINE void value_tile(
             if constexpr (Product::kPerUnit == 2)
                 if (half) values[column] = Product::first_only(values[column]);
         }
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 8
-            for (int column = 0; column < kColumns; ++column)
-                sums[row][column] = Product::multiply_add(
-                    sums[row][column], values[column], p + row * p_stride + unit * Product::kPerUnit
-                );
+        add_products<Product>(values, p + unit * Product::kPerUnit, p_stride, sums);
     };
     const int num_whole = v.num_units - (v.half ? 1 : 0);
     int unit = 0;

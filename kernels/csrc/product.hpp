@@ -2,7 +2,8 @@
 //
 // A unit is what one step of a dot product takes in of each column: 2 neighbouring bfloat16, or 1 value of another kind.
 // The cache's layout is made of units (multiply.hpp). Each of these structs says what a unit is to it, how a vector of
-// units is loaded, and how it is multiplied with the left side's values for that unit, which are of the kind `Left`.
+// units is loaded, of how many parts it is that are multiplied one after the other, and how each is multiplied with the
+// left side's values for that unit, which are of the kind `Left`.
 #pragma once
 
 #include "elements.hpp"
@@ -40,11 +41,12 @@ struct InFloat32<Float32> : ByVectors<1> {
     using Left = Float32;
     using Unit = uint32_t;
     using Loaded = Floats;
-    static constexpr int kRows = kMostRows;
+    static constexpr int kRows = kMostRows, kParts = 1;
 
     static ALWAYS_INLINE Loaded load(const Unit* from) { return (Floats)load_words(from); }
     static ALWAYS_INLINE Loaded load(const Unit* from, int lanes) { return (Floats)load_words(from, lanes); }
-    static ALWAYS_INLINE Floats multiply_add(Floats sum, Loaded b, const float* a) { return sum + b * a[0]; }
+    static ALWAYS_INLINE Floats part(Loaded b, int) { return b; }
+    static ALWAYS_INLINE Floats multiply_add(Floats sum, Floats part, const float* a) { return sum + part * a[0]; }
 };
 
 template <>
@@ -52,31 +54,28 @@ struct InFloat32<Float16> : ByVectors<1> {
     using Left = Float32;
     using Unit = uint16_t;
     using Loaded = Floats;
-    static constexpr int kRows = kMostRows;
+    static constexpr int kRows = kMostRows, kParts = 1;
 
     static ALWAYS_INLINE Loaded load(const Unit* from) { return Float16::widen(load_halves(from)); }
     static ALWAYS_INLINE Loaded load(const Unit* from, int lanes) { return Float16::widen(load_halves(from, lanes)); }
-    static ALWAYS_INLINE Floats multiply_add(Floats sum, Loaded b, const float* a) { return sum + b * a[0]; }
+    static ALWAYS_INLINE Floats part(Loaded b, int) { return b; }
+    static ALWAYS_INLINE Floats multiply_add(Floats sum, Floats part, const float* a) { return sum + part * a[0]; }
 };
 
 template <>
 struct InFloat32<Bfloat16> : ByVectors<2> {
     using Left = Float32;
     using Unit = uint32_t;
-    struct Loaded {
-        Floats first, second;
-    };
-    static constexpr int kRows = 4;
+    using Loaded = Words;
+    static constexpr int kRows = 4, kParts = 2;
 
-    static ALWAYS_INLINE Loaded take_apart(Words words) {
-        return {(Floats)(words << 16), (Floats)(words & 0xFFFF0000u)};
+    static ALWAYS_INLINE Loaded load(const Unit* from) { return load_words(from); }
+    static ALWAYS_INLINE Loaded load(const Unit* from, int lanes) { return load_words(from, lanes); }
+    static ALWAYS_INLINE Loaded first_only(Loaded pairs) { return pairs & 0xFFFFu; }
+    static ALWAYS_INLINE Floats part(Loaded b, int number) {
+        return (Floats)(number == 0 ? b << 16 : b & 0xFFFF0000u);
     }
-    static ALWAYS_INLINE Loaded load(const Unit* from) { return take_apart(load_words(from)); }
-    static ALWAYS_INLINE Loaded load(const Unit* from, int lanes) { return take_apart(load_words(from, lanes)); }
-    static ALWAYS_INLINE Loaded first_only(Loaded pairs) { return {pairs.first, Floats{}}; }
-    static ALWAYS_INLINE Floats multiply_add(Floats sum, Loaded b, const float* a) {
-        return sum + b.second * a[1] + b.first * a[0];
-    }
+    static ALWAYS_INLINE Floats multiply_add(Floats sum, Floats part, const float* a) { return sum + part * a[0]; }
 };
 
 #if defined(__AVX512BF16__)
@@ -85,17 +84,38 @@ struct InBfloat16 : ByVectors<2> {
     using Left = Bfloat16;
     using Unit = uint32_t;
     using Loaded = Words;
-    static constexpr int kRows = kMostRows;
+    static constexpr int kRows = kMostRows, kParts = 1;
 
     static ALWAYS_INLINE Loaded load(const Unit* from) { return load_words(from); }
     static ALWAYS_INLINE Loaded load(const Unit* from, int lanes) { return load_words(from, lanes); }
     static ALWAYS_INLINE Loaded first_only(Loaded pairs) { return pairs & 0xFFFFu; }
-    static ALWAYS_INLINE Floats multiply_add(Floats sum, Loaded b, const uint16_t* a) {
+    static ALWAYS_INLINE Words part(Loaded b, int) { return b; }
+    static ALWAYS_INLINE Floats multiply_add(Floats sum, Words part, const uint16_t* a) {
         int32_t pair;
         memcpy(&pair, a, sizeof pair);
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)_mm512_set1_epi32(pair));
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)part, (__m512bh)_mm512_set1_epi32(pair));
     }
 };
 #endif
+
+// An outer product, added to the sums: of some vectors of units with what rows of the left side have for these units.
+// Part by part, so that few registers are taken beside the sums.
+template <class Product, int kRows, int kColumns>
+ALWAYS_INLINE void add_products(
+    const typename Product::Loaded (&units)[kColumns], const typename Product::Left::Value* left, int64_t stride,
+    Floats (&sums)[kRows][kColumns]
+) {
+#pragma GCC unroll 2
+    for (int part = 0; part < Product::kParts; ++part) {
+        decltype(Product::part(units[0], 0)) values[kColumns];
+#pragma GCC unroll 8
+        for (int column = 0; column < kColumns; ++column) values[column] = Product::part(units[column], part);
+#pragma GCC unroll 12
+        for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
+            for (int column = 0; column < kColumns; ++column)
+                sums[row][column] = Product::multiply_add(sums[row][column], values[column], left + row * stride + part);
+    }
+}
 
 }  // namespace

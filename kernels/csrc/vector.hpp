@@ -144,8 +144,10 @@ ALWAYS_INLINE float largest_of(Floats x) {
 
 // Integers of 8 bits as floats.
 ALWAYS_INLINE Floats widen_bytes(const int8_t* from) {
-#if defined(__AVX512F__)  // GCC 12 would convert them lane by lane
+#if defined(__AVX512F__)  // GCC 12 would convert them lane by lane, here and in 256 bits
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 #else
     typedef int8_t Bytes __attribute__((vector_size(kWidth)));
     Bytes bytes;
