@@ -51,15 +51,24 @@ static_assert(sizeof(CodedPanel) == 64 && sizeof(CodedPair) == 192, "kernels/cpu
 // where a vector of pairs of inputs has it.
 ALWAYS_INLINE int spread(int place) { return (place & 24) << 1 | (place & 32) >> 2 | (place & 7); }
 
-// A panel's units, two at a time, all outputs of each. They are to be asked for in their order, by the first of the two.
+// A tile of some of a panel's outputs has vectors that are spread evenly over it: the first output of one.
+template <int kVectors>
+constexpr int spread_output(int tile, int vector) {
+    return tile * kWidth + vector * (kPanel / kVectors);
+}
+
+// A panel's units, two at a time, a tile's outputs of each. They are to be asked for in their order, by the first of the
+// two.
 struct Coded {
     static constexpr int kUnits = 2;
     const CodedPanel* panel;
     const Exception* next;
 
-    ALWAYS_INLINE void decode(int unit, Words (&words)[kUnits][kPanelVectors]) {
+    template <int kVectors>
+    ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) {
         const CodedPair& from = panel->pairs()[unit / 2];
 #if defined(__AVX512BW__)
+        static_assert(kVectors == 2, "a vector of codes is that of two of words");
         const __m512i uppers = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)panel->uppers));
         const __m512i codes = _mm512_load_si512(from.codes);
 #pragma GCC unroll 2
@@ -73,45 +82,52 @@ struct Coded {
 #elif defined(__AVX2__)
         const __m256i uppers = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)panel->uppers));
 #pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
-            const __m256i codes = _mm256_load_si256((const __m256i*)from.codes + half);
+        for (int half = 0; half < kVectors / 2; ++half) {
+            const __m256i codes = _mm256_load_si256((const __m256i*)from.codes + tile + half);
 #pragma GCC unroll 2
             for (int i = 0; i < kUnits; ++i) {
-                const __m256i lower = _mm256_load_si256((const __m256i*)from.lower[i] + half);
+                const __m256i lower = _mm256_load_si256((const __m256i*)from.lower[i] + tile + half);
                 const __m256i own_codes = _mm256_and_si256(_mm256_srli_epi16(codes, 4 * i), _mm256_set1_epi8(15));
                 const __m256i upper = _mm256_shuffle_epi8(uppers, own_codes);
                 words[i][half] = (Words)_mm256_unpacklo_epi8(lower, upper);
-                words[i][half + 2] = (Words)_mm256_unpackhi_epi8(lower, upper);
+                words[i][half + kVectors / 2] = (Words)_mm256_unpackhi_epi8(lower, upper);
             }
         }
 #else
         for (int i = 0; i < kUnits; ++i)
-            for (int output = 0; output < kPanel; ++output) {
-                const int at = spread(2 * output);
+            for (int lane = 0; lane < kVectors * kWidth; ++lane) {
+                const int vector = lane / kWidth;
+                const int at = spread(2 * (spread_output<kVectors>(tile, vector) + lane % kWidth));
                 const uint32_t first_upper = panel->uppers[from.codes[at] >> 4 * i & 15];
                 const uint32_t second_upper = panel->uppers[from.codes[at + 1] >> 4 * i & 15];
-                words[i][output / kWidth][output % kWidth] =
+                words[i][vector][lane % kWidth] =
                     from.lower[i][at] | first_upper << 8 | from.lower[i][at + 1] << 16 | second_upper << 24;
             }
 #endif
         if (__builtin_expect(unit / 2 == next->pair, 0)) {
             // In a copy, so that those without exceptions stay in registers.
-            Words changed[kUnits][kPanelVectors];
+            Words changed[kUnits][kVectors];
 #pragma GCC unroll 2
             for (int i = 0; i < kUnits; ++i)
 #pragma GCC unroll 8
-                for (int vector = 0; vector < kPanelVectors; ++vector) changed[i][vector] = words[i][vector];
-            put_exceptions(unit / 2, changed);
+                for (int vector = 0; vector < kVectors; ++vector) changed[i][vector] = words[i][vector];
+            put_exceptions(unit / 2, tile, kVectors, changed[0]);
 #pragma GCC unroll 2
             for (int i = 0; i < kUnits; ++i)
 #pragma GCC unroll 8
-                for (int vector = 0; vector < kPanelVectors; ++vector) words[i][vector] = changed[i][vector];
+                for (int vector = 0; vector < kVectors; ++vector) words[i][vector] = changed[i][vector];
         }
     }
 
-    __attribute__((noinline)) void put_exceptions(int pair, Words (&words)[kUnits][kPanelVectors]) {
-        for (; next->pair == pair; ++next)
-            memcpy(reinterpret_cast<char*>(words) + 2 * next->place, &next->value, sizeof next->value);
+    // `words` are [kUnits][num_vectors].
+    __attribute__((noinline)) void put_exceptions(int pair, int tile, int num_vectors, Words* words) {
+        const int spacing = kPanel / num_vectors;
+        for (; next->pair == pair; ++next) {
+            const int output = next->place % (2 * kPanel) / 2, lane = output % spacing - tile * kWidth;
+            if (lane < 0 || lane >= kWidth) continue;
+            Words& to = words[next->place / (2 * kPanel) * num_vectors + output / spacing];
+            memcpy(reinterpret_cast<uint16_t*>(&to) + 2 * lane + next->place % 2, &next->value, sizeof next->value);
+        }
     }
 };
 

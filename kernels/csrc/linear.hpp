@@ -71,7 +71,7 @@ struct LinearJob {
     bool out_of_memory;
 };
 
-// A panel as a tile takes it in: kUnits units at a time, and of each some vectors of outputs. The last unit that is loaded
+// A panel as tiles take it in: kUnits units at a time, and of each kVectors vectors of outputs. The last unit that is loaded
 // may be one too many, and then it holds anything.
 template <class Product>
 struct Plain {
@@ -79,28 +79,51 @@ struct Plain {
     static constexpr int kUnits = 1;
     const typename Product::Unit* units;
 
+    // The first output of a tile's vector.
     template <int kVectors>
-    ALWAYS_INLINE void load(int unit, int column, typename Product::Loaded (&loaded)[kUnits][kVectors]) const {
-        const typename Product::Unit* from = units + (int64_t)unit * kPanel + column;
+    static constexpr int output(int tile, int vector) {
+        return (tile * kVectors + vector) * kWidth;
+    }
+
+    // Adds the products of a unit with rows of x. It is loaded again for each of its parts, and the compiler is not to know
+    // that it is the same: kept between them it would take the registers of two sums.
+    template <int kRows, int kVectors>
+    ALWAYS_INLINE void add(
+        int unit, int tile, const typename Product::Left::Value* x, int64_t x_stride, Floats (&sums)[kRows][kVectors]
+    ) const {
+#pragma GCC unroll 2
+        for (int part = 0; part < Product::kParts; ++part) {
+            const auto* from = units + (int64_t)unit * kPanel + output<kVectors>(tile, 0);
+            if (Product::kParts > 1) asm volatile("" : "+r"(from));
+            typename Product::Part values[kVectors];
 #pragma GCC unroll 8
-        for (int vector = 0; vector < kVectors; ++vector) loaded[0][vector] = Product::load(from + vector * kWidth);
+            for (int vector = 0; vector < kVectors; ++vector)
+                values[vector] = Product::part(Product::load(from + vector * kWidth), part);
+            add_part<Product>(values, x + part, x_stride, sums);
+        }
     }
 };
 
-// The same, of units that are made on the way, for tiles that take all outputs.
+// The same, of units that are made on the way.
 template <class Product, class Source>
 struct Decoded {
     static constexpr bool kIsPlain = false;
     static constexpr int kUnits = Source::kUnits;
     Source source;
 
-    ALWAYS_INLINE void load(int unit, int, typename Product::Loaded (&loaded)[kUnits][kPanelVectors]) {
-        Words words[kUnits][kPanelVectors];
-        source.decode(unit, words);
+    template <int kVectors>
+    static constexpr int output(int tile, int vector) {
+        return spread_output<kVectors>(tile, vector);
+    }
+
+    template <int kVectors>
+    ALWAYS_INLINE void load(int unit, int tile, typename Product::Loaded (&loaded)[kUnits][kVectors]) {
+        Words words[kUnits][kVectors];
+        source.decode(unit, tile, words);
 #pragma GCC unroll 2
         for (int i = 0; i < kUnits; ++i)
 #pragma GCC unroll 8
-            for (int vector = 0; vector < kPanelVectors; ++vector)
+            for (int vector = 0; vector < kVectors; ++vector)
                 loaded[i][vector] = Product::load(reinterpret_cast<const typename Product::Unit*>(&words[i][vector]));
     }
 };
@@ -111,28 +134,29 @@ struct Quantized {
     static constexpr int kUnits = 1;
     const int8_t* values;
 
-    ALWAYS_INLINE void decode(int unit, Words (&words)[kUnits][kPanelVectors]) const {
+    template <int kVectors>
+    ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) const {
         const int8_t* from = values + (int64_t)unit * kPerUnit * kPanel;
 #pragma GCC unroll 8
-        for (int vector = 0; vector < kPanelVectors; ++vector, from += kWidth) {
+        for (int vector = 0; vector < kVectors; ++vector) {
+            const int8_t* at = from + spread_output<kVectors>(tile, vector);
             Words& word = words[0][vector];
-            word = (Words)widen_bytes(from);
+            word = (Words)widen_bytes(at);
             // Integers as float32 have lower halves of zero, and what is left of them is bfloat16.
-            if constexpr (kPerUnit == 2) word = word >> 16 | (Words)widen_bytes(from + kPanel);
+            if constexpr (kPerUnit == 2) word = word >> 16 | (Words)widen_bytes(at + kPanel);
         }
     }
 };
 
 template <class Product, int kRows, class Panel>
 ALWAYS_INLINE void multiply_tile(
-    const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, int column, Ahead& ahead,
+    const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, int tile, Ahead& ahead,
     float (*results)[kPanel]
 ) {
     constexpr int kUnits = Panel::kUnits, kVectors = kRows <= kWholeRows ? kPanelVectors : 2;
     static_assert(kUnits <= 2, "the loop takes two");
-    typename Product::Loaded weights[kUnits][kVectors];
     Run runs[kMostRuns];
-    ahead.share(num_units, (kPanel - column) / (kVectors * kWidth), runs);
+    ahead.share(num_units, kPanelVectors / kVectors - tile, runs);
     Floats sums[kRows][kVectors] = {};
     Run* run = runs;
     for (int unit = 0; unit < num_units; ++run) {
@@ -142,20 +166,25 @@ ALWAYS_INLINE void multiply_tile(
             // There products decide: to ask between them costs 5 % of their time, be there anything to ask for or not.
             while (unit < run_end) {
                 ask(line, *run, kRunUnits);
-                for (const int end = least(unit + kRunUnits, run_end); unit < end; ++unit) {
-                    panel.load(unit, column, weights);
-                    add_products<Product>(weights[0], x + unit * Product::kPerUnit, x_stride, sums);
-                }
+                for (const int end = least(unit + kRunUnits, run_end); unit < end; ++unit)
+                    panel.add(unit, tile, x + unit * Product::kPerUnit, x_stride, sums);
             }
         } else {
             // Here memory may decide, and more than a few lines at once would hold up what is needed now.
             for (; unit < run_end; unit += kUnits) {
-                panel.load(unit, column, weights);
-                ask(line, *run, kUnits);
-                add_products<Product>(weights[0], x + unit * Product::kPerUnit, x_stride, sums);
-                if constexpr (kUnits == 2)
-                    if (unit + 1 < num_units)
-                        add_products<Product>(weights[1], x + (unit + 1) * Product::kPerUnit, x_stride, sums);
+                const auto* values = x + unit * Product::kPerUnit;
+                if constexpr (Panel::kIsPlain) {
+                    ask(line, *run, 1);
+                    panel.add(unit, tile, values, x_stride, sums);
+                } else {
+                    typename Product::Loaded weights[kUnits][kVectors];
+                    panel.load(unit, tile, weights);
+                    ask(line, *run, kUnits);
+                    add_products<Product>(weights[0], values, x_stride, sums);
+                    if constexpr (kUnits == 2)
+                        if (unit + 1 < num_units)
+                            add_products<Product>(weights[1], values + Product::kPerUnit, x_stride, sums);
+                }
             }
         }
     }
@@ -163,7 +192,7 @@ ALWAYS_INLINE void multiply_tile(
     for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 8
         for (int vector = 0; vector < kVectors; ++vector)
-            store_floats(results[row] + column + vector * kWidth, sums[row][vector]);
+            store_floats(results[row] + Panel::template output<kVectors>(tile, vector), sums[row][vector]);
 }
 
 // The products of some rows with a panel, by vectors.
@@ -180,9 +209,9 @@ struct VectorPanels {
     ) {
         const auto tiles = [&](auto rows) __attribute__((always_inline)) {
             constexpr int kCount = decltype(rows)::value;
-            if constexpr (kCount <= (Panel::kIsPlain ? kRows : kWholeRows))
-                for (int column = 0; column < kPanel; column += kCount <= kWholeRows ? kPanel : 2 * kWidth)
-                    multiply_tile<Product, kCount>(x, x_stride, panel, num_units, column, ahead, results);
+            if constexpr (kCount <= kRows)
+                for (int tile = 0; tile < (kCount <= kWholeRows ? 1 : kPanelVectors / 2); ++tile)
+                    multiply_tile<Product, kCount>(x, x_stride, panel, num_units, tile, ahead, results);
         };
         switch (num_rows) {
             case 1: tiles(Number<1>{}); break;
@@ -393,13 +422,13 @@ void run_panels(void* data) {
             run_panel<Panels, Element>(a, panels, number, panel, rows, next, ahead);
         };
         // For many rows a panel is decoded once for all of them. Of a coded one that saves nothing for fewer than 120.
-        constexpr int kMostDecoded = (kForm == Form::kCoded && kWholeRows == Panels::kRows ? 10 : 1) * kWholeRows;
+        constexpr int kMostDecoded = (kForm == Form::kCoded && kWholeRows == Panels::kRows ? 10 : 1) * Panels::kRows;
         const auto decode_and_run = [&](auto source) __attribute__((always_inline)) {
             if constexpr (Panels::kDecodes)
                 if (rows.count <= kMostDecoded) return run(Decoded<Product, decltype(source)>{source});
             for (int unit = 0; unit < num_units; unit += source.kUnits) {
                 Words words[source.kUnits][kPanelVectors];
-                source.decode(unit, words);
+                source.decode(unit, 0, words);
                 for (int i = 0; i < source.kUnits && unit + i < num_units; ++i)
                     memcpy(decoded + (int64_t)(unit + i) * kPanel, words[i], sizeof words[i]);
             }

@@ -41,6 +41,7 @@ struct InFloat32<Float32> : ByVectors<1> {
     using Left = Float32;
     using Unit = uint32_t;
     using Loaded = Floats;
+    using Part = Floats;
     static constexpr int kRows = kMostRows, kParts = 1;
 
     static ALWAYS_INLINE Loaded load(const Unit* from) { return (Floats)load_words(from); }
@@ -54,6 +55,7 @@ struct InFloat32<Float16> : ByVectors<1> {
     using Left = Float32;
     using Unit = uint16_t;
     using Loaded = Floats;
+    using Part = Floats;
     static constexpr int kRows = kMostRows, kParts = 1;
 
     static ALWAYS_INLINE Loaded load(const Unit* from) { return Float16::widen(load_halves(from)); }
@@ -67,13 +69,23 @@ struct InFloat32<Bfloat16> : ByVectors<2> {
     using Left = Float32;
     using Unit = uint32_t;
     using Loaded = Words;
+    using Part = Floats;
     static constexpr int kRows = 4, kParts = 2;
 
     static ALWAYS_INLINE Loaded load(const Unit* from) { return load_words(from); }
     static ALWAYS_INLINE Loaded load(const Unit* from, int lanes) { return load_words(from, lanes); }
     static ALWAYS_INLINE Loaded first_only(Loaded pairs) { return pairs & 0xFFFFu; }
     static ALWAYS_INLINE Floats part(Loaded b, int number) {
-        return (Floats)(number == 0 ? b << 16 : b & 0xFFFF0000u);
+        if (number == 0) return (Floats)(b << 16);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        // The mask from memory: a compiler would keep it in the register that one sum of a tile then lacks.
+        static const Words kMask = Words{} + 0xFFFF0000u;
+        Words upper;
+        asm("vpand %2, %1, %0" : "=x"(upper) : "x"(b), "m"(kMask));
+        return (Floats)upper;
+#else
+        return (Floats)(b & 0xFFFF0000u);
+#endif
     }
     static ALWAYS_INLINE Floats multiply_add(Floats sum, Floats part, const float* a) { return sum + part * a[0]; }
 };
@@ -84,6 +96,7 @@ struct InBfloat16 : ByVectors<2> {
     using Left = Bfloat16;
     using Unit = uint32_t;
     using Loaded = Words;
+    using Part = Words;
     static constexpr int kRows = kMostRows, kParts = 1;
 
     static ALWAYS_INLINE Loaded load(const Unit* from) { return load_words(from); }
@@ -98,8 +111,20 @@ struct InBfloat16 : ByVectors<2> {
 };
 #endif
 
-// An outer product, added to the sums: of some vectors of units with what rows of the left side have for these units.
-// Part by part, so that few registers are taken beside the sums.
+// An outer product, added to the sums: of some vectors with a value of each row of the left side.
+template <class Product, int kRows, int kColumns, class Part>
+ALWAYS_INLINE void add_part(
+    const Part (&values)[kColumns], const typename Product::Left::Value* left, int64_t stride,
+    Floats (&sums)[kRows][kColumns]
+) {
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
+        for (int column = 0; column < kColumns; ++column)
+            sums[row][column] = Product::multiply_add(sums[row][column], values[column], left + row * stride);
+}
+
+// The same, of vectors of units with what the rows have for these units.
 template <class Product, int kRows, int kColumns>
 ALWAYS_INLINE void add_products(
     const typename Product::Loaded (&units)[kColumns], const typename Product::Left::Value* left, int64_t stride,
@@ -107,14 +132,10 @@ ALWAYS_INLINE void add_products(
 ) {
 #pragma GCC unroll 2
     for (int part = 0; part < Product::kParts; ++part) {
-        decltype(Product::part(units[0], 0)) values[kColumns];
+        typename Product::Part values[kColumns];
 #pragma GCC unroll 8
         for (int column = 0; column < kColumns; ++column) values[column] = Product::part(units[column], part);
-#pragma GCC unroll 12
-        for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 8
-            for (int column = 0; column < kColumns; ++column)
-                sums[row][column] = Product::multiply_add(sums[row][column], values[column], left + row * stride + part);
+        add_part<Product>(values, left + part, stride, sums);
     }
 }
 
