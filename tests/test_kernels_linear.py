@@ -40,15 +40,17 @@ def test_a_product_in_cpp_is_the_twins(level, dtype, outputs_and_inputs):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_output_is_the_same_bits_alone_and_in_a_batch_and_on_one_thread(level, dtype):
-    layer = CpuKernels(level).linear(random(100, 576, dtype=dtype), None, widened=True)
-    x = random(40, 576, dtype=dtype, seed=1)
+@pytest.mark.parametrize("tokens_and_inputs", [(40, 576), (200, 1536)])  # the second is more than is converted at once
+def test_an_output_is_the_same_bits_alone_and_in_a_batch_and_on_one_thread(level, dtype, tokens_and_inputs):
+    num_tokens, num_inputs = tokens_and_inputs
+    layer = CpuKernels(level).linear(random(100, num_inputs, dtype=dtype), None, widened=True)
+    x = random(num_tokens, num_inputs, dtype=dtype, seed=1)
     together = layer(x)
     assert torch.cat([layer(x[:1]), layer(x[1:6]), layer(x[6:])]).equal(together)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        alone = CpuKernels(level).linear(random(100, 576, dtype=dtype), None, widened=True)
+        alone = CpuKernels(level).linear(random(100, num_inputs, dtype=dtype), None, widened=True)
     finally:
         torch.set_num_threads(num_threads)
     assert alone(x).equal(together)
@@ -127,7 +129,7 @@ def test_a_coded_weight_gives_the_bits_of_the_plain_one(monkeypatch, level, outp
     coded, plain = coded_and_plain(monkeypatch, level, weight)
     assert coded.is_coded
     assert not plain.is_coded
-    for num_rows in (1, 5, 12, 13, 31, 70, 121):
+    for num_rows in (1, 2, 5, 6, 12, 13, 31, 70, 121):
         x = random(num_rows, num_inputs, dtype=torch.bfloat16, seed=2)
         assert coded(x).equal(plain(x))
 
@@ -145,7 +147,7 @@ def test_a_coded_weight_may_be_gated_and_hold_anything(monkeypatch, level, num_i
     for gated in (False, True):
         coded, plain = coded_and_plain(monkeypatch, level, weight, gated=gated)
         assert coded.is_coded
-        for num_rows in (1, 13, 60, 121):
+        for num_rows in (1, 5, 13, 60, 121):
             x = random(num_rows, num_inputs, dtype=torch.bfloat16, seed=2)
             torch.testing.assert_close(coded(x), plain(x), rtol=0, atol=0, equal_nan=True)
 
