@@ -73,7 +73,7 @@ def test_a_size_that_can_not_be_had_is_refused_by_its_flag(told, complaint):
     "context_length, checkpoint_bytes, room_bytes, num_blocks, reason",
     [
         (10, 5000, 1 << 40, 5000 // 256, "as large as the checkpoint"),
-        (100, 5000, 1 << 40, 25, "room for a sequence of 100 tokens"),
+        (100, 5000, 1 << 40, 50, "room for 2 sequences of 100 tokens"),
         (100, 5000, 4096, 4, "a quarter of the 0.00391 MiB that are left"),
     ],
 )

@@ -7,8 +7,10 @@ from pathlib import Path
 from worker.cache_engine import CacheShape
 
 # What a CPU worker takes when nobody says how much: as much as the checkpoint, since who can hold the one can hold the
-# other, but room for a sequence of full length; and at most this share of the memory that is left. The prefix cache
-# fills every block in time, so a generous pool would not stay the zero pages that it is at first.
+# other, but room for so many sequences of full length, so that no one of them has all of it; and at most this share of
+# the memory that is left. The prefix cache fills every block in time, so a generous pool would not stay the zero pages
+# that it is at first.
+_DEFAULT_SEQUENCES = 2
 _DEFAULT_SHARE = 0.25
 # The same for the swap pool, beside the cache; it never has more blocks than the cache, whose blocks go there.
 _DEFAULT_SWAP_CAP_BYTES = 1 << 30
@@ -83,15 +85,15 @@ def size_as_told(
 
 
 def size_on_cpu(shape: CacheShape, context_length: int, checkpoint_bytes: int, room_bytes: int) -> CacheSize:
-    """As large as the checkpoint, with room for one sequence at least, within a share of the memory that is left.
+    """As large as the checkpoint, with room for two sequences at least, within a share of the memory that is left.
 
     Raises:
         ValueError: the share does not hold one block.
     """
-    longest_bytes = -(-context_length // shape.block_size) * shape.block_bytes
+    longest_bytes = _DEFAULT_SEQUENCES * -(-context_length // shape.block_size) * shape.block_bytes
     wanted = max(
         (checkpoint_bytes, "as large as the checkpoint"),
-        (longest_bytes, f"room for a sequence of {context_length:,} tokens"),
+        (longest_bytes, f"room for {_DEFAULT_SEQUENCES} sequences of {context_length:,} tokens"),
     )
     share = (int(_DEFAULT_SHARE * room_bytes), f"a quarter of the {_in_words(room_bytes)} that are left")
     cache_bytes, reason = min(wanted, share)

@@ -79,7 +79,7 @@ class WorkerSettings(ServerTlsSettings):
         None,
         gt=0,
         description='size of the KV cache, such as "512MiB", at each rank (default on a GPU: see '
-        "--gpu-memory-utilization; on a CPU: that of the checkpoint, but room for a sequence of full length, and at "
+        "--gpu-memory-utilization; on a CPU: that of the checkpoint, but room for two sequences of full length, and at "
         "most a quarter of the free memory)",
     )
     gpu_memory_utilization: float = Field(

@@ -59,9 +59,8 @@ _LLAMACPP_LOOKUP = {
 }
 _TRANSFORMERS_LOOKUP = {"lookup": {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3}}
 VARIANTS = (
-    # As for a user who sets nothing: its room for KV is as large as the checkpoint, 11,600 tokens. More than any
-    # test holds, but for a w4 that comes faster than it is served; what is beyond waits or is preempted. The prefix
-    # cache would fill a larger pool too, with what nobody asks for again.
+    # As for a user who sets nothing: it has room for the KV of 16,384 tokens. More than any test holds, but for a w4
+    # that comes faster than it is served; what is beyond waits or is preempted.
     Variant("pagewire", OURS, options={"settings": []}),
     # Ours looks up by default, so it is what leaves it out that has a name.
     Variant("pagewire-plain", OURS, options={"settings": [_NO_LOOKUP]}),

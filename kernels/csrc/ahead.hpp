@@ -57,14 +57,14 @@ class Ahead {
     // For the tiles of some rows: some weights, and then so much of the context.
     void begin(Span weights, int64_t context_bytes) {
         weights_ = weights;
-        context_bytes_ = context_ != nullptr ? round_up_line(context_bytes) : 0;
+        context_bytes_ = context_ != nullptr ? whole_lines(context_bytes) : 0;
     }
 
     // Shares out to a tile's units what is not asked for yet, or its part of it where other tiles follow. Not inlined in
     // any of the tiles, of which there are many.
     __attribute__((noinline)) void share(int num_units, int num_tiles, Run (&runs)[kMostRuns]) {
-        Span weights = take(weights_, round_up_line(weights_.bytes / num_tiles));
-        int64_t context_bytes = round_up_line(context_bytes_ / num_tiles);
+        Span weights = take(weights_, whole_lines(weights_.bytes / num_tiles));
+        int64_t context_bytes = whole_lines(context_bytes_ / num_tiles);
         context_bytes_ -= context_bytes;
         for (int i = 0; num_units > 0; num_units -= runs[i++].num_units) {
             const int64_t all_bytes = weights.bytes + context_bytes;
@@ -77,15 +77,13 @@ class Ahead {
     }
 
   private:
-    static int64_t round_up_line(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
     static Span take(Span& from, int64_t bytes) {
         const Span taken = {from.at, bytes < from.bytes ? bytes : from.bytes};
         from = {from.at + taken.bytes, from.bytes - taken.bytes};
         return taken;
     }
 
-    // Some of the next `bytes`, which are less then by as much.
+    // Some of the next `bytes`, which are less then by as much, or none where the context has no more.
     Span take_context(int64_t& bytes) {
         if (bytes > 0 && span_.bytes == 0) {
             const int64_t number = context_->spans.take(1);

@@ -188,7 +188,6 @@ void* prepare(const Attention& a, Scratch<Product>& scratch) {
     const int num_left_rows = round_up(num_tile_rows, Product::kRowStep);
     scratch.stride = round_up(a.split_tokens(), kWidth);
     const bool in_place = Left::kDtype == kFloat32;  // probabilities may stand where the scores do
-    const auto whole_lines = [](size_t bytes) { return (bytes + 63) / 64 * 64; };
     const size_t score_bytes = whole_lines(sizeof(float) * num_left_rows * scratch.stride);
     const size_t p_bytes = in_place ? 0 : whole_lines(sizeof(*scratch.p) * num_left_rows * scratch.stride);
     const size_t q_bytes = whole_lines(sizeof(*scratch.q) * num_left_rows * a.head_dim);

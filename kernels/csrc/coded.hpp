@@ -20,7 +20,7 @@ constexpr int kPanelVectors = kPanel / kWidth;
 // A value whose upper byte is none of its panel's 16.
 struct Exception {
     int32_t pair;    // of units; INT32_MAX behind the last one of a panel
-    uint16_t place;  // 64 in the second unit of the pair, and output * 2, and 1 for the second input: as it is decoded
+    uint16_t place;  // 64 in the second unit of the pair, and output * 2, and 1 for the second input
     uint16_t value;
 };
 
@@ -47,11 +47,12 @@ struct CodedPanel {
 
 static_assert(sizeof(CodedPanel) == 64 && sizeof(CodedPair) == 192, "kernels/cpu_linear.py counts on it");
 
-// Where a value of a unit stands in `lower`: so that AVX-512, which interleaves bytes within each 16 of them, brings it
-// where a vector of pairs of inputs has it.
+// Where a value of a unit stands in `lower`. The instructions that put lower and upper bytes together work within each 16
+// bytes: of 16 values they give the first 8 to one vector, and the last 8 to another.
 ALWAYS_INLINE int spread(int place) { return (place & 24) << 1 | (place & 32) >> 2 | (place & 7); }
 
-// A tile of some of a panel's outputs has vectors that are spread evenly over it: the first output of one.
+// So the vectors of a tile of some of a panel's outputs are spread evenly over it, and the tile has whole 16 bytes of it.
+// This is the first output of one.
 template <int kVectors>
 constexpr int spread_output(int tile, int vector) {
     return tile * kWidth + vector * (kPanel / kVectors);

@@ -251,7 +251,7 @@ class DecoderPlan {
             a.following = static_cast<const char*>(following->panels);
             a.following_bytes = product(*following, nullptr, nullptr).panel_bytes();
         }
-        return {a, num_threads, {0, a.num_panels()}, false};
+        return {a, num_threads, 0, false};
     }
 
     Linear product(const Weights& weights, const void* x, void* out) const {

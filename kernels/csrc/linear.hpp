@@ -1,40 +1,26 @@
 // Linear layers: y = x W^T + b for a batch of tokens, on weights that were packed once.
 //
-// The weight stands in panels of 32 outputs, [units][32] each, in the units of product.hpp: what one step of the sums
-// takes in stands together, and a panel is one stream through memory. The kernel is the inner one of Goto & van de Geijn
-// 2008: a tile of sums in registers, each step of it an outer product, and a panel that stays in the cache while all
-// rows of x go past it. At small batches memory decides, so a thread that works on one panel asks for the one that it
-// will probably get next.
+// The weight stands in panels of 32 outputs, and a panel stays in the cache while rows of x go past it: all of them, or,
+// where they are converted to be multiplied, as many as stay in the cache too. At small batches memory decides, so a
+// thread that works on one panel asks for the one that it will probably get next.
 //
 // Of a quantized weight each value is an int8, [inputs][32] in each panel, and each output has a scale. An int8 is a
 // number of every other kind too: the sum runs over the integers themselves, and is multiplied by the scale once.
 // A weight of bfloat16 may be coded (coded.hpp): its panels are shorter, and its values the same.
 //
-// An output is one sum, made in one order: neither the batch nor the threads nor the tile changes a bit of it.
+// An output is one sum, made in one order (panels.hpp): neither the batch nor the threads change a bit of it.
 #pragma once
 
 #include <stdlib.h>
 
-#include "ahead.hpp"
-#include "coded.hpp"
-#include "product.hpp"
+#include "panels.hpp"
 #include "threads.hpp"
-#if defined(TILES)
-#include "tile_registers.hpp"
-#endif
 
 namespace {
 
-// The most rows of a tile, with two vectors of outputs each and with all of a panel: what the registers hold, which are 16
-// below AVX-512.
-#if defined(__AVX512F__)
-constexpr int kVectorRows = 12, kWholeRows = 12;
-#else
-constexpr int kVectorRows = 6, kWholeRows = 8 / kPanelVectors;
-#endif
-
-// Of rows that are converted at once.
-constexpr int64_t kConvertedBytes = 512 << 10;
+// Rows that are converted at once: what else is done for a chunk of rows, such as decoding a panel, is worth it for so
+// many, and more would leave the caches. A multiple of all tiles' rows.
+constexpr int kConvertedRows = 192;
 
 struct Linear {
     Dtype dtype;          // of x, of the bias, of the weight unless it is int8, and of out unless it is widened
@@ -64,241 +50,15 @@ struct Linear {
     }
 };
 
+// Shared out in items: a panel for a chunk of rows. All panels come for the first chunk, then all for the next.
 struct LinearJob {
     Linear a;
     int num_threads;
-    Counter panels;
+    int64_t next_item;
     bool out_of_memory;
+
+    int64_t take() { return __atomic_fetch_add(&next_item, 1, __ATOMIC_RELAXED); }
 };
-
-// A panel as tiles take it in: kUnits units at a time, and of each kVectors vectors of outputs. The last unit that is loaded
-// may be one too many, and then it holds anything.
-template <class Product>
-struct Plain {
-    static constexpr bool kIsPlain = true;
-    static constexpr int kUnits = 1;
-    const typename Product::Unit* units;
-
-    // The first output of a tile's vector.
-    template <int kVectors>
-    static constexpr int output(int tile, int vector) {
-        return (tile * kVectors + vector) * kWidth;
-    }
-
-    // Adds the products of a unit with rows of x. It is loaded again for each of its parts, and the compiler is not to know
-    // that it is the same: kept between them it would take the registers of two sums.
-    template <int kRows, int kVectors>
-    ALWAYS_INLINE void add(
-        int unit, int tile, const typename Product::Left::Value* x, int64_t x_stride, Floats (&sums)[kRows][kVectors]
-    ) const {
-#pragma GCC unroll 2
-        for (int part = 0; part < Product::kParts; ++part) {
-            const auto* from = units + (int64_t)unit * kPanel + output<kVectors>(tile, 0);
-            if (Product::kParts > 1) asm volatile("" : "+r"(from));
-            typename Product::Part values[kVectors];
-#pragma GCC unroll 8
-            for (int vector = 0; vector < kVectors; ++vector)
-                values[vector] = Product::part(Product::load(from + vector * kWidth), part);
-            add_part<Product>(values, x + part, x_stride, sums);
-        }
-    }
-};
-
-// The same, of units that are made on the way.
-template <class Product, class Source>
-struct Decoded {
-    static constexpr bool kIsPlain = false;
-    static constexpr int kUnits = Source::kUnits;
-    Source source;
-
-    template <int kVectors>
-    static constexpr int output(int tile, int vector) {
-        return spread_output<kVectors>(tile, vector);
-    }
-
-    template <int kVectors>
-    ALWAYS_INLINE void load(int unit, int tile, typename Product::Loaded (&loaded)[kUnits][kVectors]) {
-        Words words[kUnits][kVectors];
-        source.decode(unit, tile, words);
-#pragma GCC unroll 2
-        for (int i = 0; i < kUnits; ++i)
-#pragma GCC unroll 8
-            for (int vector = 0; vector < kVectors; ++vector)
-                loaded[i][vector] = Product::load(reinterpret_cast<const typename Product::Unit*>(&words[i][vector]));
-    }
-};
-
-// Integers as units of `kPerUnit` values.
-template <int kPerUnit>
-struct Quantized {
-    static constexpr int kUnits = 1;
-    const int8_t* values;
-
-    template <int kVectors>
-    ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) const {
-        const int8_t* from = values + (int64_t)unit * kPerUnit * kPanel;
-#pragma GCC unroll 8
-        for (int vector = 0; vector < kVectors; ++vector) {
-            const int8_t* at = from + spread_output<kVectors>(tile, vector);
-            Words& word = words[0][vector];
-            word = (Words)widen_bytes(at);
-            // Integers as float32 have lower halves of zero, and what is left of them is bfloat16.
-            if constexpr (kPerUnit == 2) word = word >> 16 | (Words)widen_bytes(at + kPanel);
-        }
-    }
-};
-
-template <class Product, int kRows, class Panel>
-ALWAYS_INLINE void multiply_tile(
-    const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, int tile, Ahead& ahead,
-    float (*results)[kPanel]
-) {
-    constexpr int kUnits = Panel::kUnits, kVectors = kRows <= kWholeRows ? kPanelVectors : 2;
-    static_assert(kUnits <= 2, "the loop takes two");
-    Run runs[kMostRuns];
-    ahead.share(num_units, kPanelVectors / kVectors - tile, runs);
-    Floats sums[kRows][kVectors] = {};
-    Run* run = runs;
-    for (int unit = 0; unit < num_units; ++run) {
-        const char* line = run->at;
-        const int run_end = unit + run->num_units;
-        if constexpr (Panel::kIsPlain && kRows == kVectorRows) {
-            // There products decide: to ask between them costs 5 % of their time, be there anything to ask for or not.
-            while (unit < run_end) {
-                ask(line, *run, kRunUnits);
-                for (const int end = least(unit + kRunUnits, run_end); unit < end; ++unit)
-                    panel.add(unit, tile, x + unit * Product::kPerUnit, x_stride, sums);
-            }
-        } else {
-            // Here memory may decide, and more than a few lines at once would hold up what is needed now.
-            for (; unit < run_end; unit += kUnits) {
-                const auto* values = x + unit * Product::kPerUnit;
-                if constexpr (Panel::kIsPlain) {
-                    ask(line, *run, 1);
-                    panel.add(unit, tile, values, x_stride, sums);
-                } else {
-                    typename Product::Loaded weights[kUnits][kVectors];
-                    panel.load(unit, tile, weights);
-                    ask(line, *run, kUnits);
-                    add_products<Product>(weights[0], values, x_stride, sums);
-                    if constexpr (kUnits == 2)
-                        if (unit + 1 < num_units)
-                            add_products<Product>(weights[1], values + Product::kPerUnit, x_stride, sums);
-                }
-            }
-        }
-    }
-#pragma GCC unroll 12
-    for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 8
-        for (int vector = 0; vector < kVectors; ++vector)
-            store_floats(results[row] + Panel::template output<kVectors>(tile, vector), sums[row][vector]);
-}
-
-// The products of some rows with a panel, by vectors.
-template <class InProduct>
-struct VectorPanels {
-    using Product = InProduct;
-    static constexpr int kRows = kVectorRows;
-    static constexpr bool kDecodes = true;
-
-    template <class Panel>
-    void multiply(
-        int num_rows, const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, Ahead& ahead,
-        float (*results)[kPanel]
-    ) {
-        const auto tiles = [&](auto rows) __attribute__((always_inline)) {
-            constexpr int kCount = decltype(rows)::value;
-            if constexpr (kCount <= kRows)
-                for (int tile = 0; tile < (kCount <= kWholeRows ? 1 : kPanelVectors / 2); ++tile)
-                    multiply_tile<Product, kCount>(x, x_stride, panel, num_units, tile, ahead, results);
-        };
-        switch (num_rows) {
-            case 1: tiles(Number<1>{}); break;
-            case 2: tiles(Number<2>{}); break;
-            case 3: tiles(Number<3>{}); break;
-            case 4: tiles(Number<4>{}); break;
-            case 5: tiles(Number<5>{}); break;
-            case 6: tiles(Number<6>{}); break;
-            case 7: tiles(Number<7>{}); break;
-            case 8: tiles(Number<8>{}); break;
-            case 9: tiles(Number<9>{}); break;
-            case 10: tiles(Number<10>{}); break;
-            case 11: tiles(Number<11>{}); break;
-            default: tiles(Number<12>{});
-        }
-    }
-    void end() {}
-};
-
-#if defined(TILES)
-// The same by tile registers: two of rows and two of outputs meet in four of sums. An output's sum is made in another
-// order than by vectors, so that all batches, even of one row, come here.
-struct TilePanels {
-    // The bfloat16 of the right side stand in pairs here too.
-    struct Product : ByVectors<2> {
-        using Left = Bfloat16;
-        using Unit = uint32_t;
-        using Loaded = Words;
-        static ALWAYS_INLINE Loaded load(const Unit* from) { return load_words(from); }
-    };
-    static constexpr int kRows = 32;
-    static constexpr bool kDecodes = false;
-
-    static bool fits(int num_inputs) { return num_inputs % 32 == 0; }
-
-    void multiply(
-        int num_rows, const uint16_t* x, int64_t x_stride, Plain<Product> panel, int num_units, Ahead& ahead,
-        float (*results)[kPanel]
-    ) {
-        configure(num_rows);
-        const bool both = num_rows > 16;
-        registers.zero<0>(), registers.zero<1>();
-        if (both) registers.zero<2>(), registers.zero<3>();
-        Run runs[kMostRuns];
-        ahead.share(num_units, 1, runs);
-        Run* run = runs;
-        const char* line = run->at;
-        for (int unit = 0, run_end = run->num_units; unit < num_units; unit += kRunUnits) {
-            if (unit == run_end) line = (++run)->at, run_end += run->num_units;
-            ask(line, *run, kRunUnits);
-            registers.load<kFirst>(x + 2 * unit, 2 * x_stride);
-            registers.load<kLeftHalf>(panel.units + (int64_t)unit * kPanel, 4 * kPanel);
-            registers.load<kRightHalf>(panel.units + (int64_t)unit * kPanel + 16, 4 * kPanel);
-            registers.multiply_add<0, kFirst, kLeftHalf>();
-            registers.multiply_add<1, kFirst, kRightHalf>();
-            if (both) {
-                registers.load<kSecond>(x + 16 * x_stride + 2 * unit, 2 * x_stride);
-                registers.multiply_add<2, kSecond, kLeftHalf>();
-                registers.multiply_add<3, kSecond, kRightHalf>();
-            }
-        }
-        registers.store<0>(results[0], sizeof results[0]), registers.store<1>(results[0] + 16, sizeof results[0]);
-        if (both)
-            registers.store<2>(results[16], sizeof results[0]), registers.store<3>(results[16] + 16, sizeof results[0]);
-    }
-    void end() {
-        if (configured_rows > 0) registers.release();
-    }
-
-  private:
-    // Registers 0 to 3 are sums: of the first 16 rows by both halves of a panel, then of the second 16 rows.
-    enum { kFirst = 4, kSecond, kLeftHalf, kRightHalf };
-    TileRegisters registers;
-    int configured_rows = 0;
-
-    void configure(int num_rows) {
-        if (num_rows == configured_rows) return;
-        const int first = least(16, num_rows), second = num_rows - first;
-        TileShapes shapes;
-        shapes.set(0, first, 64), shapes.set(1, first, 64), shapes.set(kFirst, first, 64);
-        if (second > 0) shapes.set(2, second, 64), shapes.set(3, second, 64), shapes.set(kSecond, second, 64);
-        shapes.set(kLeftHalf, 16, 64), shapes.set(kRightHalf, 16, 64);
-        registers.configure(shapes);
-        configured_rows = num_rows;
-    }
-};
-#endif
 
 // From a row's sums over a panel to its outputs.
 template <class Element>
@@ -331,17 +91,17 @@ struct Rows {
     int first, count;
 };
 
-// The rows of x in chunks. Those of another kind than the one to multiply are converted, some at a time, once for all
-// panels.
-template <class Element, class Left, int kRowStep>
+// The rows of x in chunks. Those of another kind than the one to multiply are converted, a chunk at a time, by each thread
+// once for all of its panels.
+template <class Element, class Left>
 class RowChunks {
   public:
     using Value = typename Left::Value;
 
-    explicit RowChunks(const Linear& a) : a_(a), size_(kConverts ? least(most_converted(), a.num_rows) : a.num_rows) {}
+    explicit RowChunks(const Linear& a) : a_(a), size_(kConverts ? least(kConvertedRows, a.num_rows) : a.num_rows) {}
 
     int count() const { return (a_.num_rows + size_ - 1) / size_; }
-    int64_t bytes() const { return kConverts ? (size_ * row_bytes() + 63) / 64 * 64 : 0; }
+    int64_t bytes() const { return kConverts ? whole_lines((int64_t)sizeof(Value) * size_ * a_.num_inputs) : 0; }
 
     // Those of one chunk; in `memory`, if they are converted, where the last ones that were asked for may stand already.
     const Rows<Value>& rows(int64_t chunk, Value* memory) {
@@ -361,9 +121,6 @@ class RowChunks {
   private:
     static constexpr bool kConverts = Left::kDtype != Element::kDtype;
 
-    int64_t row_bytes() const { return (int64_t)sizeof(Value) * a_.num_inputs; }
-    int most_converted() const { return round_up((int)(kConvertedBytes / row_bytes()) + 1, kRowStep); }
-
     const Linear& a_;
     const int size_;
     Rows<Value> rows_ = {};
@@ -377,7 +134,7 @@ ALWAYS_INLINE void run_panel(
 ) {
     const int num_units = a.num_inputs / Panels::Product::kPerUnit;
     const int num_blocks = (rows.count + Panels::kRows - 1) / Panels::kRows;
-    const int64_t next_bytes = (next.bytes / num_blocks + 63) / 64 * 64;  // with each block of rows
+    const int64_t next_bytes = whole_lines(next.bytes / num_blocks);  // with each block of rows
     const int64_t context_bytes = a.context_bytes * rows.count / a.num_rows / num_blocks;
     float results[Panels::kRows][kPanel] __attribute__((aligned(64)));
     for (int row = 0; row < rows.count; row += Panels::kRows, next.at += next_bytes) {
@@ -396,8 +153,8 @@ void run_panels(void* data) {
     LinearJob& job = *static_cast<LinearJob*>(data);
     const Linear& a = job.a;
     const int num_units = a.num_inputs / Product::kPerUnit;
-    const int64_t num_panels = job.panels.count, panel_bytes = a.panel_bytes();
-    RowChunks<Element, typename Product::Left, Panels::kRows> chunks(a);
+    const int64_t num_panels = a.num_panels(), panel_bytes = a.panel_bytes();
+    RowChunks<Element, typename Product::Left> chunks(a);
     const int64_t num_items = num_panels * chunks.count();
     // Rows, and a panel that is decoded.
     using Value = typename Product::Left::Value;
@@ -411,7 +168,7 @@ void run_panels(void* data) {
     Panels panels;
     Ahead ahead(a.context);
     const char* weight = static_cast<const char*>(a.weight);
-    for (int64_t item = job.panels.take(1); item < num_items; item = job.panels.take(1)) {
+    for (int64_t item = job.take(); item < num_items; item = job.take()) {
         const int64_t number = item % num_panels, later = item + job.num_threads;
         const Rows<Value>& rows = chunks.rows(item / num_panels, reinterpret_cast<Value*>(memory));
         const char* at = weight + number * panel_bytes;
@@ -421,11 +178,11 @@ void run_panels(void* data) {
         const auto run = [&](auto panel) __attribute__((always_inline)) {
             run_panel<Panels, Element>(a, panels, number, panel, rows, next, ahead);
         };
-        // For many rows a panel is decoded once for all of them. Of a coded one that saves nothing for fewer than 120.
-        constexpr int kMostDecoded = (kForm == Form::kCoded && kWholeRows == Panels::kRows ? 10 : 1) * Panels::kRows;
+        // For many rows a panel is decoded once, into memory.
+        constexpr int kMostDecoding = kForm == Form::kCoded ? kMostDecodingRows : Panels::kRows;
         const auto decode_and_run = [&](auto source) __attribute__((always_inline)) {
             if constexpr (Panels::kDecodes)
-                if (rows.count <= kMostDecoded) return run(Decoded<Product, decltype(source)>{source});
+                if (rows.count <= kMostDecoding) return run(Decoded<Product, decltype(source)>{source});
             for (int unit = 0; unit < num_units; unit += source.kUnits) {
                 Words words[source.kUnits][kPanelVectors];
                 source.decode(unit, 0, words);
@@ -475,8 +232,8 @@ Work linear_work(const Linear& a) {
 // Gives -1, or -2 without memory.
 int linear(const Linear& a, const Threads& threads) {
     if (a.num_rows == 0) return -1;
-    LinearJob job = {a, threads.num_threads, {0, a.num_panels()}, false};
-    run_on(threads, job.panels.count > 1, linear_work(a), &job);
+    LinearJob job = {a, threads.num_threads, 0, false};
+    run_on(threads, a.num_panels() > 1, linear_work(a), &job);
     return job.out_of_memory ? -2 : -1;
 }
 

@@ -112,9 +112,9 @@ struct InBfloat16 : ByVectors<2> {
 #endif
 
 // An outer product, added to the sums: of some vectors with a value of each row of the left side.
-template <class Product, int kRows, int kColumns, class Part>
+template <class Product, int kRows, int kColumns>
 ALWAYS_INLINE void add_part(
-    const Part (&values)[kColumns], const typename Product::Left::Value* left, int64_t stride,
+    const typename Product::Part (&values)[kColumns], const typename Product::Left::Value* left, int64_t stride,
     Floats (&sums)[kRows][kColumns]
 ) {
 #pragma GCC unroll 12

@@ -42,6 +42,7 @@ struct Number {
 
 ALWAYS_INLINE int least(int a, int b) { return a < b ? a : b; }
 ALWAYS_INLINE int round_up(int count, int unit) { return (count + unit - 1) / unit * unit; }
+ALWAYS_INLINE int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }  // of the cache
 ALWAYS_INLINE Floats broadcast(float value) { return Floats{} + value; }
 
 // The larger one in each lane; the second where one is NaN.
