@@ -6,7 +6,7 @@ GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 PROTOS := $(shell find protos -name '*.proto')
 KERNELS := $(wildcard kernels/csrc/*) kernels/build.py
 COMPUTATIONS := $(wildcard $(addprefix tests/test_,kernels_*.py triton_*.py models_*.py decode_graphs.py \
-    memory_pressure.py worker_memory.py worker_runner.py))
+    memory_pressure.py system_parity.py worker_memory.py worker_runner.py))
 
 .PHONY: demo test test-services test-computations up protos docs lint format compose-test soak soak-cancel chaos fuzz test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
 

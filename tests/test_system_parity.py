@@ -34,6 +34,13 @@ class Reference:
         return output[:, inputs.input_ids.shape[1] :].tolist()
 
     @torch.inference_mode()
+    def continue_each(self, prompt: str, tokens: list[int]) -> list[int]:
+        """The best token behind the prompt and each beginning of `tokens`, in one pass: as many as these are."""
+        token_ids = self.tokenizer(prompt).input_ids
+        logits = self.model(torch.tensor([token_ids + tokens[:-1]])).logits[0]
+        return logits[len(token_ids) - 1 :].argmax(-1).tolist()
+
+    @torch.inference_mode()
     def logprobs(self, token_ids: list[int]) -> "torch.Tensor":
         """Log-probabilities of the token behind `token_ids`: [V]."""
         logits = self.model(torch.tensor([token_ids])).logits[0, -1]
@@ -120,7 +127,8 @@ async def test_bfloat16_equals_hugging_face_up_to_the_first_near_tie(model_dir, 
     async with deployment(model_dir) as running:
         ours = tokens_of(await running.complete(requests()))
     num_equal = 0
-    for prompt, tokens, theirs in zip(PROMPTS, ours, reference.generate(PROMPTS), strict=True):
+    for prompt, tokens in zip(PROMPTS, ours, strict=True):
+        theirs = reference.continue_each(prompt, tokens)
         same = next((i for i, (a, b) in enumerate(zip(tokens, theirs, strict=True)) if a != b), None)
         if same is None:
             num_equal += 1
