@@ -437,11 +437,6 @@ def demo(model: ModelName = "smollm2-135m") -> None:
     demo.run(model, _console())
 
 
-def main() -> None:
-    """The `pagewire` script."""
-    app()
-
-
 def _console(*, stderr: bool = False) -> "Console":
     from rich.console import Console
 
@@ -457,7 +452,3 @@ def _explained(error: PagewireError) -> str:
     if isinstance(error, RequestError) and error.retry_after_s is not None:
         return f"{error}; try again in {error.retry_after_s:g} s"
     return str(error)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,14 +15,14 @@ import logging
 import os
 import signal
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from pagewire import health
 from pagewire.access import Access
 from pagewire.errors import PagewireError
-from pagewire.processes import environment, tied
+from pagewire.processes import start
 from pagewire.shares import Share
 
 # The status with which our services refuse their options; to start them again would not help.
@@ -120,6 +120,7 @@ class Cluster:
         new_policy: makes each service's restart policy.
         start_within_s: seconds until the start is given up; a large model takes minutes to load.
         probe_s: seconds between two health checks of a service that has served, and within which each is answered.
+        started: processes that have begun already, by their services' names.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Cluster:
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         start_within_s: float = 1800.0,
         probe_s: float = 5.0,
+        started: Mapping[str, asyncio.subprocess.Process] | None = None,
     ) -> None:
         self._services = services
         self._on_line = on_line
@@ -140,6 +142,7 @@ class Cluster:
         self._new_policy = new_policy
         self._start_within_s = start_within_s
         self._probe_s = probe_s
+        self._started = dict(started or {})
         self._running: dict[str, _Running] = {}
         self._tails: dict[str, deque[str]] = {service.name: deque(maxlen=_TAIL_LINES) for service in services}
         self._ready = False
@@ -228,15 +231,9 @@ class Cluster:
             await asyncio.sleep(delay_s)
 
     async def _run_once(self, service: ServiceProcess) -> int:
-        process = await asyncio.create_subprocess_exec(
-            *tied(service.command, service.share.cores),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=environment() | service.share.environment,
-            # A terminal's Ctrl-C is for the launcher, which then stops the services in order.
-            start_new_session=True,
-        )
+        process = self._started.pop(service.name, None)
+        if process is None:
+            process = await start(service.command, cores=service.share.cores, variables=service.share.environment)
         running = _Running(process, asyncio.create_task(self._read_lines(service.name, process)))
         self._running[service.name] = running
         self._report_pids()

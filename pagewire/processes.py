@@ -1,5 +1,6 @@
 """How our programs are started as child processes, and what Linux says about processes. Knows no service by name."""
 
+import asyncio
 import os
 import site
 import sys
@@ -38,6 +39,32 @@ def environment() -> dict[str, str]:
     if str(ROOT) not in site.getsitepackages():
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), str(ROOT)]))
     return variables
+
+
+async def start(
+    command: Sequence[str],
+    *,
+    cores: Iterable[int] = (),
+    variables: Mapping[str, str] | None = None,
+    stdin: int = asyncio.subprocess.DEVNULL,
+) -> asyncio.subprocess.Process:
+    """Starts a command that is `tied` to this process, in a session of its own, with all its output in one pipe.
+
+    Args:
+        command: of a program of ours.
+        cores: which it uses; none for all.
+        variables: of its environment, beside ours.
+        stdin: as asyncio takes it.
+    """
+    return await asyncio.create_subprocess_exec(
+        *tied(command, cores),
+        stdin=stdin,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environment() | dict(variables or {}),
+        # A terminal's Ctrl-C is for the launcher, which then stops the services in order.
+        start_new_session=True,
+    )
 
 
 def start_ticks(pid: int) -> int | None:

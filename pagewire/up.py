@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from pagewire import state
+from pagewire import early, state
 from pagewire.cluster import Cluster, stages
+from pagewire.early import EarlyWorker
 from pagewire.launch import LaunchOptions, check_free, services
 from pagewire.processes import start_ticks
 from pagewire.state import ClusterState
@@ -37,14 +38,20 @@ def up(options: LaunchOptions) -> int:
     if len(parent) > _LONGEST_FOLDER:
         parent = "/tmp"
     with tempfile.TemporaryDirectory(prefix="pagewire-", dir=parent, ignore_cleanup_errors=True) as directory:
-        return asyncio.run(_Foreground(options, directory).run())
+        worker = early.worker
+        if worker is not None and options.replicas > 1:  # each has cores of its own
+            worker.end()
+            worker = None
+        with worker.runner if worker is not None else asyncio.Runner() as runner:
+            return runner.run(_Foreground(options, directory, worker).run())
 
 
 class _Foreground:
     """One run of `pagewire up`: the cluster, its state file, and what the terminal shows."""
 
-    def __init__(self, options: LaunchOptions, directory: str) -> None:
+    def __init__(self, options: LaunchOptions, directory: str, worker: EarlyWorker | None) -> None:
         chain = services(options, directory)
+        commands = {service.name: service.command for service in chain}
         self._state = ClusterState(
             launcher_pid=os.getpid(),
             launcher_start_ticks=start_ticks(os.getpid()) or 0,
@@ -62,7 +69,13 @@ class _Foreground:
         self._console = Console(highlight=False, soft_wrap=True)
         self._status = Status("", console=self._console)
         self._started = time.monotonic()
-        self._cluster = Cluster(chain, on_line=self._line, on_waiting=self._waiting, on_pids=self._pids)
+        self._cluster = Cluster(
+            chain,
+            on_line=self._line,
+            on_waiting=self._waiting,
+            on_pids=self._pids,
+            started={early.NAME: worker.become(commands[early.NAME])} if worker is not None else {},
+        )
         self._stop = asyncio.Event()
         self._forced = False
 

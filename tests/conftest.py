@@ -19,7 +19,7 @@ with contextlib.suppress(ImportError):  # where kernels alone are tested there m
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The small real model as a checkpoint directory, fetched once into the user's cache."""
-    command = [sys.executable, "-m", "pagewire.cli", "model"]
+    command = [sys.executable, "-m", "pagewire", "model"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr
     return Path(run.stdout.strip().splitlines()[-1])

@@ -6,6 +6,7 @@ Run as a program (`python pagewire_fakes.py NAME --listen ADDRESS ...`) this fil
 """
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -177,6 +178,11 @@ def serving(
         yield address if address.startswith("unix:") else f"127.0.0.1:{port}"
     finally:
         server.stop(grace=None).wait()
+
+
+def told(arguments: list[str]) -> list[str]:
+    """What a service is told: its arguments, or those on its input where it began before anybody knew them."""
+    return json.loads(sys.stdin.readline() or sys.exit()) if arguments == ["-"] else arguments
 
 
 def main(arguments: list[str]) -> None:

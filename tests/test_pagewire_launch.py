@@ -335,7 +335,7 @@ def home(tmp_path, monkeypatch):
     for name in NAMES:
         package = tmp_path / "fakes" / name
         package.mkdir(parents=True)
-        main = f"import sys, pagewire_fakes; pagewire_fakes.main([{name!r}, *sys.argv[1:]])"
+        main = f"import sys, pagewire_fakes; pagewire_fakes.main([{name!r}, *pagewire_fakes.told(sys.argv[1:])])"
         (package / "__main__.py").write_text(main)
         # Without it the folder would stand behind the real package of that name, wherever that is on the path.
         (package / "__init__.py").touch()
@@ -475,6 +475,54 @@ def test_ctrl_c_drains_and_ends_with_status_0(home, port):
     assert (home / "journal").read_text().splitlines()[-1] == "router stop"
     assert not Path(running.directory).exists()
     assert state.load(port) is None
+
+
+def arguments_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
+
+
+def test_up_begins_with_a_worker_that_is_told_later_what_its_successor_is_told_at_once(home, port):
+    process, running = started(home, port, "--set", f"worker.journal={home}/journal")
+    first = running.service_pids["worker"]
+    assert arguments_of(first)[-3:] == ["-m", "worker", "-"]
+    assert start_ticks(first) <= min(start_ticks(running.service_pids[name]) for name in ("scheduler", "router"))
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: (home / "journal").read_text().count("worker start") == 2, "a successor")
+    command = arguments_of(state.load(port).service_pids["worker"])
+    assert {"--listen", running.addresses["worker"], f"--journal={home}/journal"} <= set(command)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(WAIT_S) == 0
+
+
+def test_workers_that_share_the_machine_out_are_started_when_their_shares_are_known(home, port):
+    process, running = started(home, port, "--replicas", "2")
+    assert sorted(with_descendants([process.pid])) == sorted([process.pid, *running.service_pids.values()])
+    assert all("--listen" in arguments_of(pid) for pid in running.service_pids.values())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(WAIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--no-such-option"], ["--model", "/no/such/folder"], ["--help"], ["--set", "worker"]]
+)
+def test_up_that_starts_nothing_leaves_no_worker_and_says_no_more(home, port, arguments):
+    shown = pagewire("up", "--port", port, *arguments)
+    assert shown.returncode == (2 if arguments == ["--no-such-option"] else arguments != ["--help"])
+    assert "Traceback" not in shown.stderr
+    assert "Exception ignored" not in shown.stderr
+    ours = f"{home / 'fakes'}"
+    wait_for(lambda: not any(ours in environment_of(pid) for pid in processes()), "no process of ours is left")
+
+
+def processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def environment_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def test_a_second_ctrl_c_ends_what_does_not_stop(home, port):

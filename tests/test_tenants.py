@@ -154,7 +154,7 @@ def test_a_file_of_tenants_is_for_those_whom_no_token_file_names(options, words,
 
 
 def test_the_command_line_makes_entries_that_the_router_reads(tmp_path):
-    command = [sys.executable, "-m", "pagewire.cli", "token", "new", "acme"]
+    command = [sys.executable, "-m", "pagewire", "token", "new", "acme"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     path = tmp_path / "tokens.toml"
     path.write_text(run.stdout)
@@ -363,7 +363,7 @@ async def test_our_own_client_and_command_line_get_in_with_tls_and_a_token(token
     arguments = ["--ca", str(authority.ca), "--certificate", str(alice.certificate), "--key", str(alice.key)]
 
     def pagewire(*arguments: str, token: str = "a") -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pagewire.cli", *arguments, "--target", address]
+        command = [sys.executable, "-m", "pagewire", *arguments, "--target", address]
         environment = os.environ | {"PAGEWIRE_CLIENT_TOKEN": token}
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import json
 import signal
 import subprocess
 import sys
@@ -476,6 +477,24 @@ def test_a_model_that_can_not_be_loaded_ends_the_process_with_one_clear_line(tmp
     assert process.returncode == 1
     assert f"cannot load the model: {tmp_path} is no Hugging Face checkpoint" in log
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    "line, status, complaint",
+    [
+        ("", 0, ""),
+        ("[]\n", 2, "python -m worker: --model: Field required\n"),
+        (json.dumps(["--model", "/none", "--listen", "127.0.0.1:0"]) + "\n", 1, "cannot load the model"),
+    ],
+    ids=["nothing", "wrong options", "right ones"],
+)
+def test_one_that_began_early_ends_without_a_word_if_it_is_told_nothing_and_else_is_what_it_is_told(
+    line, status, complaint
+):
+    command = [sys.executable, "-m", "worker", "-"]
+    ended = subprocess.run(command, input=line, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, bool(ended.stderr)) == (status, bool(complaint))
+    assert complaint in ended.stderr
 
 
 @pytest.mark.parametrize(

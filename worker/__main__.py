@@ -1,7 +1,10 @@
 """`python -m worker --model DIRECTORY`; `worker.process` does the work."""
 
 import gc
+import json
 import os
+import sys
+from importlib import import_module
 
 from worker.config import WorkerSettings
 
@@ -17,7 +20,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if __name__ == "__main__":
     # What is imported stays: to look for garbage among it again and again takes a sixth of the time of torch's import.
     gc.disable()
-    settings = WorkerSettings.parse("worker")
+    arguments = sys.argv[1:]
+    if arguments == ["-"]:
+        # We began before anybody knew what to tell us (pagewire/early.py): import, and hear it then, or are not needed.
+        import_module("worker.process")
+        arguments = json.loads(sys.stdin.readline() or sys.exit())
+    settings = WorkerSettings.parse("worker", arguments)
     from worker.process import main
 
     gc.freeze()
