@@ -7,6 +7,7 @@ worker needs, and then reads its arguments. One that is told nothing ends with t
 
 import asyncio
 import json
+from collections.abc import Mapping
 
 from pagewire.processes import module_command, start
 
@@ -24,17 +25,19 @@ class EarlyWorker:
         self.runner = asyncio.Runner()
         self._process = self.runner.run(start(module_command(NAME, ["-"]), stdin=asyncio.subprocess.PIPE))
 
-    def become(self, command: tuple[str, ...]) -> asyncio.subprocess.Process:
-        """The process as it would have been if that worker's command line had started it."""
-        stdin, arguments = self._process.stdin, command[len(module_command(NAME)) :]
+    def become(self, commands: Mapping[str, tuple[str, ...]]) -> dict[str, asyncio.subprocess.Process]:
+        """The process, as what the command line of its name would have started; by that name.
+
+        Where there is none of that name it ends: of several workers each has cores of its own from its start on.
+        """
+        if NAME not in commands:
+            self._process.kill()
+            return {}
+        stdin, arguments = self._process.stdin, commands[NAME][len(module_command(NAME)) :]
         assert stdin is not None, "it was started with a pipe"
         stdin.write(json.dumps(arguments).encode() + b"\n")
         stdin.close()
-        return self._process
-
-    def end(self) -> None:
-        """Nobody needs it."""
-        self._process.kill()
+        return {NAME: self._process}
 
 
 # The one of this process, if it has begun with that.

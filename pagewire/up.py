@@ -39,9 +39,6 @@ def up(options: LaunchOptions) -> int:
         parent = "/tmp"
     with tempfile.TemporaryDirectory(prefix="pagewire-", dir=parent, ignore_cleanup_errors=True) as directory:
         worker = early.worker
-        if worker is not None and options.replicas > 1:  # each has cores of its own
-            worker.end()
-            worker = None
         with worker.runner if worker is not None else asyncio.Runner() as runner:
             return runner.run(_Foreground(options, directory, worker).run())
 
@@ -74,7 +71,7 @@ class _Foreground:
             on_line=self._line,
             on_waiting=self._waiting,
             on_pids=self._pids,
-            started={early.NAME: worker.become(commands[early.NAME])} if worker is not None else {},
+            started=worker.become(commands) if worker is not None else {},
         )
         self._stop = asyncio.Event()
         self._forced = False

@@ -8,10 +8,11 @@ from compare_fakes import SMALL, FakeEngine, run_of, variant
 
 from bench.compare import plot, variants, workload
 from bench.compare.engine import EngineError
+from bench.compare.install import Peers
 from bench.compare.recipes import RECIPES
 from bench.compare.rounds import GOAL_RATE, RATES, Comparison, Life, RateSearch, Results, Run
 from bench.compare.rows import ROWS, Goal, Row, Spread, compare
-from bench.compare.variants import OURS, VARIANTS, Precision, Variant, select
+from bench.compare.variants import OURS, VARIANTS, Precision, Variant, prepare, select
 from bench.control_plane import write_byte_tokenizer
 from pagewire.bench import Record, metrics
 
@@ -311,6 +312,12 @@ def test_variants_without_a_chosen_test_do_not_play():
 def test_a_name_that_is_not_known_is_refused(names, tests):
     with pytest.raises(ValueError, match=r"vlm|w9"):
         select(names, tests)
+
+
+def test_python_keeps_our_bytecode_as_it_keeps_that_of_peers(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    ours = next(variant for variant in VARIANTS if variant.peer == OURS)
+    assert "PYTHONDONTWRITEBYTECODE" not in prepare(ours, tmp_path, Peers(tmp_path, print), tmp_path).environment
 
 
 def test_every_variant_has_a_driver_and_a_recipe():

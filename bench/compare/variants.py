@@ -150,5 +150,7 @@ def prepare(variant: Variant, model: Path, peers: Peers, logs: Path) -> Command:
         variables = {name: value for name, value in os.environ.items() if name not in ours} | {"HF_HUB_OFFLINE": "1"}
     if variant.peer == "llamacpp":
         options["server"] = str(peers.llama_server())
+    # Peers are installed with their bytecode. Ours would be made anew at each start, by each process.
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     loaded = peers.checkpoint(model, variant.form) if variant.form else model
     return Command((python, program, str(loaded), json.dumps(options)), variables, log)
