@@ -141,7 +141,7 @@ def up(
     """Start a cluster on this machine: worker, scheduler and router, or several of each. Ctrl-C drains it."""
     import dataclasses
 
-    from pagewire import models
+    from pagewire import early_worker, models
     from pagewire.launch import LaunchOptions, Setting, check_free, shared_settings
     from pagewire.up import up as run
 
@@ -166,7 +166,7 @@ def up(
     if detach:
         _detach(options)
     else:
-        raise typer.Exit(run(options))
+        raise typer.Exit(run(options, early_worker.started))
 
 
 def _detach(options: "LaunchOptions") -> None:

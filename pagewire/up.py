@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from pagewire import early, state
+from pagewire import state
 from pagewire.cluster import Cluster, stages
-from pagewire.early import EarlyWorker
+from pagewire.early_worker import EarlyWorker
 from pagewire.launch import LaunchOptions, check_free, services
 from pagewire.processes import start_ticks
 from pagewire.state import ClusterState
@@ -27,8 +27,12 @@ _LONGEST_FOLDER = 70
 log = logging.getLogger(__name__)
 
 
-def up(options: LaunchOptions) -> int:
+def up(options: LaunchOptions, worker: EarlyWorker | None = None) -> int:
     """Runs the cluster until Ctrl-C or SIGTERM drains it; a second one ends it at once. Gives the exit status.
+
+    Args:
+        options: of the cluster.
+        worker: one that is started already.
 
     Raises:
         LaunchError: it cannot start, or cannot go on.
@@ -38,9 +42,9 @@ def up(options: LaunchOptions) -> int:
     if len(parent) > _LONGEST_FOLDER:
         parent = "/tmp"
     with tempfile.TemporaryDirectory(prefix="pagewire-", dir=parent, ignore_cleanup_errors=True) as directory:
-        worker = early.worker
-        with worker.runner if worker is not None else asyncio.Runner() as runner:
-            return runner.run(_Foreground(options, directory, worker).run())
+        foreground = _Foreground(options, directory, worker)
+        with asyncio.Runner() if worker is None else worker.runner as runner:
+            return runner.run(foreground.run())
 
 
 class _Foreground:
@@ -71,7 +75,7 @@ class _Foreground:
             on_line=self._line,
             on_waiting=self._waiting,
             on_pids=self._pids,
-            started=worker.become(commands) if worker is not None else {},
+            started={} if worker is None else worker.become(commands),
         )
         self._stop = asyncio.Event()
         self._forced = False

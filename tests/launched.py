@@ -22,9 +22,9 @@ def launched(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
     (package / "__init__.py").touch()
     # Told on its input, as the first worker is. It has no model, and nobody to wait for: --model DIRECTORY
     # --drain-grace-s=0.
-    told = "import json, sys; sys.argv[1:] = json.loads(input()) if sys.argv[1:] == ['-'] else sys.argv[1:]"
+    listens = "import json, sys; sys.argv[1:] = json.loads(input()) if sys.argv[1:] == ['-'] else sys.argv[1:]"
     without = "at = sys.argv.index('--model'); del sys.argv[at : at + 3]"
-    (package / "__main__.py").write_text(f"{told}; {without}; from bench.instant_worker import main; main()")
+    (package / "__main__.py").write_text(f"{listens}; {without}; from bench.instant_worker import main; main()")
     text = directory / "text.json"
     text.write_text(json.dumps(list(TEXT.encode())))
     script = {"text": text, "vocabulary-size": VOCABULARY_SIZE, "step-ms": 5}

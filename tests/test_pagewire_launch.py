@@ -485,7 +485,6 @@ def test_up_begins_with_a_worker_that_is_told_later_what_its_successor_is_told_a
     process, running = started(home, port, "--set", f"worker.journal={home}/journal")
     first = running.service_pids["worker"]
     assert arguments_of(first)[-3:] == ["-m", "worker", "-"]
-    assert start_ticks(first) <= min(start_ticks(running.service_pids[name]) for name in ("scheduler", "router"))
     os.kill(first, signal.SIGKILL)
     wait_for(lambda: (home / "journal").read_text().count("worker start") == 2, "a successor")
     command = arguments_of(state.load(port).service_pids["worker"])
@@ -503,15 +502,25 @@ def test_workers_that_share_the_machine_out_are_started_when_their_shares_are_kn
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--no-such-option"], ["--model", "/no/such/folder"], ["--help"], ["--set", "worker"]]
+    "arguments, status",
+    [(["--no-such-option"], 2), (["--model", "/no/such/folder"], 1), (["--set", "worker"], 1), (["--help"], 0)],
+    ids=["option", "model", "setting", "help"],
 )
-def test_up_that_starts_nothing_leaves_no_worker_and_says_no_more(home, port, arguments):
+def test_up_that_starts_nothing_leaves_no_worker_and_says_no_more(home, port, arguments, status):
     shown = pagewire("up", "--port", port, *arguments)
-    assert shown.returncode == (2 if arguments == ["--no-such-option"] else arguments != ["--help"])
+    assert shown.returncode == status
     assert "Traceback" not in shown.stderr
     assert "Exception ignored" not in shown.stderr
-    ours = f"{home / 'fakes'}"
+    ours = str(home / "fakes")
     wait_for(lambda: not any(ours in environment_of(pid) for pid in processes()), "no process of ours is left")
+
+
+def test_a_worker_that_has_died_when_it_is_told_its_arguments_ends_the_start_with_its_last_words(home, port):
+    (home / "fakes" / "worker" / "__main__.py").write_text("import sys; sys.exit('no such library')")
+    shown = pagewire("up", "--model", home, "--port", port)
+    assert shown.returncode == 1
+    assert "worker ended with status 1 before it was ready\n  no such library" in shown.stderr
+    assert "Exception ignored" not in shown.stderr
 
 
 def processes() -> list[int]:

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     gc.disable()
     arguments = sys.argv[1:]
     if arguments == ["-"]:
-        # We began before anybody knew what to tell us (pagewire/early.py): import, and hear it then, or are not needed.
+        # We began before anybody knew what to tell us (pagewire/early_worker.py): we import, and then hear it.
         import_module("worker.process")
         arguments = json.loads(sys.stdin.readline() or sys.exit())
     settings = WorkerSettings.parse("worker", arguments)

@@ -2,7 +2,8 @@
 
 Of all that a cluster's start takes, a worker's imports take longest, and the launcher imports, too, before it
 understands its own command line. So `pagewire up` begins with a worker's process: `python -m worker -` imports what a
-worker needs, and then reads its arguments. One that is told nothing ends with the launcher.
+worker needs, and then reads its arguments, of which wrong ones are refused that much later. One that is told nothing
+ends with the launcher.
 """
 
 import asyncio
@@ -28,7 +29,8 @@ class EarlyWorker:
     def become(self, commands: Mapping[str, tuple[str, ...]]) -> dict[str, asyncio.subprocess.Process]:
         """The process, as what the command line of its name would have started; by that name.
 
-        Where there is none of that name it ends: of several workers each has cores of its own from its start on.
+        A worker alone may use all of this machine, as this process does. Of several each has a part of it, and a name
+        of its own: then the process ends.
         """
         if NAME not in commands:
             self._process.kill()
@@ -40,5 +42,5 @@ class EarlyWorker:
         return {NAME: self._process}
 
 
-# The one of this process, if it has begun with that.
-worker: EarlyWorker | None = None
+# What this process has begun with, if it has: before there was a command that could hand it on.
+started: EarlyWorker | None = None
