@@ -20,9 +20,8 @@ def launched(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
     package = directory / "stand-ins" / "worker"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    # Told on its input, as the first worker is. It has no model, and nobody to wait for: --model DIRECTORY
-    # --drain-grace-s=0.
-    listens = "import json, sys; sys.argv[1:] = json.loads(input()) if sys.argv[1:] == ['-'] else sys.argv[1:]"
+    # It has no model, and nobody to wait for: --model DIRECTORY --drain-grace-s=0.
+    listens = "import sys, pagewire_fakes; sys.argv[1:] = pagewire_fakes.told(sys.argv[1:])"
     without = "at = sys.argv.index('--model'); del sys.argv[at : at + 3]"
     (package / "__main__.py").write_text(f"{listens}; {without}; from bench.instant_worker import main; main()")
     text = directory / "text.json"
@@ -37,11 +36,11 @@ def launched(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
 def launched_with(
     model: Path, *arguments: str, path: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen, state.ClusterState]]:
-    """`pagewire up` for a model, once it serves; packages in the folder `path` go before ours."""
+    """`pagewire up` for a model, once it serves; packages in the folder `path` go before ours, and find these tests."""
     port, env = free_port(), environment()
     command = module_command("pagewire", ["up", "--model", str(model), "--port", str(port), *arguments])
     if path is not None:
-        env["PYTHONPATH"] = f"{path}:{env.get('PYTHONPATH', '')}"
+        env["PYTHONPATH"] = f"{path}:{Path(__file__).parent}:{env.get('PYTHONPATH', '')}"
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             yield process, wait_for(lambda: (now := state.load(port)) and now.serving and now)
