@@ -20,7 +20,8 @@ _PANEL = 32
 _CODED_HEAD, _CODED_PAIR = 64, 192
 # An exception takes 8 bytes, and some nanoseconds: with one for fewer values than these, coding would not pay.
 _FEWEST_PER_EXCEPTION = 256
-ARGUMENTS = (c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int] * 5, c_void_p, c_int)
+ARGUMENTS = (c_int, c_void_p, c_int64, *[c_void_p] * 6, *[c_int] * 5, c_void_p, c_int)
+FIT = (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int)
 ENCODE = (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_int)
 
 
@@ -30,6 +31,7 @@ class Weights(Structure):
     _fields_ = [
         ("panels", c_void_p),
         ("scales", c_void_p),
+        ("inverse_scales", c_void_p),
         ("exceptions", c_void_p),
         ("bias", c_void_p),
         ("num_outputs", c_int),
@@ -42,12 +44,14 @@ class Panels(NamedTuple):
 
     Attributes:
         values: the panels.
-        scales: of each output, where they are int8.
+        scales: of each output, where they are int8, or multiplied as integers (csrc/integers.hpp).
+        inverse_scales: of each output and of those that fill up the last panel, where they are multiplied so.
         exceptions: where they are coded.
     """
 
     values: Tensor
     scales: Tensor | None = None
+    inverse_scales: Tensor | None = None
     exceptions: Tensor | None = None
 
 
@@ -122,33 +126,32 @@ def takes(weight: Tensor, *, gated: bool) -> bool:
     return weight.device.type == "cpu" and weight.shape[1] % 2 == 0 and not (gated and len(weight) % _PANEL)
 
 
-def packed_plainly(weight: Tensor, unit: int, *, gated: bool) -> Panels:
-    """A weight that can be packed."""
-    _check(weight, gated=gated)
-    if gated:
-        weight = _interleaved(weight)
-    return Panels(_panels(weight.contiguous().view(torch.int32 if unit == 2 else weight.dtype)))
+def in_order(weight: Tensor, *, gated: bool) -> Tensor:
+    """A weight that can be packed, its outputs as they stand in panels."""
+    if not takes(weight, gated=gated):
+        shape = "gates by 16 and inputs in pairs" if gated else "inputs in pairs"
+        raise ValueError(f"weight {form(weight)} on {weight.device} can not be packed: {shape}, on the CPU")
+    return (_interleaved(weight) if gated else weight).contiguous()
 
 
-def packed_as_int8(weight: Tensor, *, gated: bool) -> Panels:
-    """A weight that can be packed, quantized."""
-    _check(weight, gated=gated)
+def packed_plainly(weight: Tensor, unit: int) -> Panels:
+    """A weight that is `in_order`, in units of so many inputs."""
+    return Panels(_panels(weight.view(torch.int32 if unit == 2 else weight.dtype)))
+
+
+def packed_as_int8(weight: Tensor) -> Panels:
+    """A weight that is `in_order`, quantized."""
     integers, scales = quantized(weight)
-    if gated:
-        integers, scales = _interleaved(integers), _interleaved(scales)
     return Panels(_panels(integers), scales=scales)
 
 
-def coded(encode: Callable[..., int], weight: Tensor, *, gated: bool) -> Panels | None:
-    """A weight of bfloat16 that can be packed; None where too many of its values would be exceptions.
+def coded(encode: Callable[..., int], weight: Tensor) -> Panels | None:
+    """A weight of bfloat16 that is `in_order`; None where too many of its values would be exceptions.
 
     Args:
         encode: the library's function, with its threads.
         weight: [num_outputs, num_inputs].
-        gated: see `reference.linear`.
     """
-    _check(weight, gated=gated)
-    weight = (_interleaved(weight) if gated else weight).contiguous()
     num_outputs, num_inputs = weight.shape
     num_panels = -(-num_outputs // _PANEL)
     # Whole cache lines: torch's memory begins with one, and the kernels read vectors that stand in one.
@@ -161,10 +164,17 @@ def coded(encode: Callable[..., int], weight: Tensor, *, gated: bool) -> Panels 
     return Panels(values, exceptions=exceptions[:num_exceptions].clone())
 
 
-def _check(weight: Tensor, *, gated: bool) -> None:
-    if not takes(weight, gated=gated):
-        shape = "gates by 16 and inputs in pairs" if gated else "inputs in pairs"
-        raise ValueError(f"weight {form(weight)} on {weight.device} can not be packed: {shape}, on the CPU")
+def integer_scales(fit: Callable[..., int], weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Of a weight of bfloat16 that is `in_order`: `Panels`' two scales; None where it is not multiplied as integers.
+
+    Args:
+        fit: the library's function, with its threads.
+        weight: [num_outputs, num_inputs].
+    """
+    scales, inverse_scales = torch.empty(len(weight)), torch.empty(-(-len(weight) // _PANEL) * _PANEL)
+    if fit(weight.data_ptr(), *weight.shape, scales.data_ptr(), inverse_scales.data_ptr()):
+        return scales, inverse_scales
+    return None
 
 
 def _interleaved(x: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ CONFIG = LlamaConfig(
     mlp_bias=False,
     head_norms=False,
 )
+# Inputs by 64 may be multiplied as integers.
+BY_64 = {"hidden_size": 64, "mlp_size": 128, "num_heads": 4}
 QWEN3 = {"head_norms": True}
 BIASED = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 # Tokens that are new, and the context with them.
@@ -107,7 +109,9 @@ def test_at_once_gives_the_bits_of_one_by_one(level, rows, dtype):
     assert caches.equal(expected_caches)
 
 
-@pytest.mark.parametrize("changes", [QWEN3, BIASED, QWEN3 | BIASED], ids=["head norms", "biases", "both"])
+@pytest.mark.parametrize(
+    "changes", [QWEN3, BIASED, QWEN3 | BIASED, BY_64], ids=["head norms", "biases", "both", "by 64"]
+)
 @pytest.mark.parametrize("is_quantized", [False, True])
 def test_so_it_does_with_norms_of_heads_and_biases_and_weights_of_8_bits(changes, is_quantized):
     model = build_model(replace(CONFIG, **changes), is_quantized=is_quantized)

@@ -65,6 +65,63 @@ def test_a_widened_product_is_not_rounded_to_the_weights_dtype(level):
     torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=1e-5, atol=1e-4)
 
 
+def rms(x):
+    return x.double().square().mean().sqrt()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("num_inputs", [64, 576, 1536])
+def test_a_product_of_bfloat16_rounds_a_quarter_at_most_of_what_bfloat16_has_rounded(level, num_inputs):
+    weight, wide = random(70, num_inputs, dtype=torch.bfloat16), random(40, num_inputs, dtype=torch.float32, seed=1)
+    x = wide.bfloat16()
+    exact = x.double() @ weight.double().T
+    has_rounded = rms(wide.double() @ weight.double().T - exact)
+    assert rms(CpuKernels(level).linear(weight, None, widened=True)(x) - exact) <= has_rounded / 4
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_value_that_is_far_larger_than_others_costs_its_neighbours_alone(level):
+    weight, x = random(70, 576, dtype=torch.bfloat16), random(9, 576, dtype=torch.bfloat16, seed=1)
+    layer = CpuKernels(level).linear(weight, None, widened=True)
+    x[4, 100] = 1e6
+    weight_far_away = weight.clone()
+    weight_far_away[:, 64:128] = 0
+    found = CpuKernels(level).linear(weight_far_away, None, widened=True)(x)
+    expected = x.double() @ weight_far_away.double().T
+    assert rms(found[4] - expected[4]) <= 1e-3 * rms(expected[4])
+    near = x.double() @ weight.double().T
+    assert rms(layer(x)[4] - near[4]) <= 1e-3 * rms(near[4])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_with_values_far_larger_than_others_is_multiplied_without_rounding(level):
+    weight, x = random(70, 576, dtype=torch.bfloat16), random(9, 576, dtype=torch.bfloat16, seed=1)
+    weight[30, 7] = 3e4
+    x[:, 7] = 0
+    found = CpuKernels(level).linear(weight, None, widened=True)(x)
+    torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("num_inputs", [64, 1536])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_sum_of_equal_products_as_large_as_they_get_does_not_overflow(level, num_inputs, sign):
+    weight = torch.full((33, num_inputs), 0.7, dtype=torch.bfloat16)
+    x = torch.full((7, num_inputs), sign * 255.0, dtype=torch.bfloat16)
+    found = CpuKernels(level).linear(weight, None, widened=True)(x)
+    torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_of_zeros_and_outputs_of_zeros_give_zeros(level):
+    weight, x = random(40, 128, dtype=torch.bfloat16), random(3, 128, dtype=torch.bfloat16, seed=1)
+    weight[11] = x[1] = 0
+    found = CpuKernels(level).linear(weight, None)(x)
+    assert found[1].eq(0).all()
+    assert found[:, 11].eq(0).all()
+    assert found[0].ne(0).sum() == 39
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_product_may_be_given_room_which_has_to_fit(level):
     layer = CpuKernels(level).linear(random(64, 96, dtype=torch.bfloat16), None, widened=True)
@@ -179,10 +236,13 @@ def test_what_is_not_finite_stays_in_its_row(level):
     layer = CpuKernels(level).linear(random(32, 64, dtype=torch.bfloat16), None)
     x = random(3, 64, dtype=torch.bfloat16, seed=1)
     expected = layer(x)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        x[1, 5] = value
+        found = layer(x)
+        assert not found[1].isfinite().any()
+        assert found[[0, 2]].equal(expected[[0, 2]])
     x[1, 5] = torch.nan
-    found = layer(x)
-    assert found[1].isnan().all()
-    assert found[[0, 2]].equal(expected[[0, 2]])
+    assert layer(x)[1].isnan().all()
 
 
 @pytest.mark.skipif(not LEVELS, reason="the C++ kernels were not built")

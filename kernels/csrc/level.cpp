@@ -72,13 +72,13 @@ EXPORT(void, silu_and_mul)(
 
 EXPORT(int, linear)(
     Dtype dtype, const void* x, int64_t x_stride, const void* weight, const float* scales,
-    const Exception* exceptions, const void* bias, void* out, int num_rows, int num_outputs, int num_inputs, int gated,
-    int widened, ParallelRegion region, int num_threads
+    const float* inverse_scales, const Exception* exceptions, const void* bias, void* out, int num_rows,
+    int num_outputs, int num_inputs, int gated, int widened, ParallelRegion region, int num_threads
 ) {
     const int64_t out_stride = gated ? num_outputs / 2 : num_outputs;
     return linear(
-        {dtype, x, x_stride, weight, scales, exceptions, bias, out, out_stride, num_rows, num_outputs, num_inputs,
-         gated != 0, widened != 0, nullptr, 0, nullptr, 0},
+        {dtype, x, x_stride, weight, scales, inverse_scales, exceptions, bias, out, out_stride, num_rows, num_outputs,
+         num_inputs, gated != 0, widened != 0, nullptr, 0, nullptr, 0},
         {region, num_threads}
     );
 }
@@ -88,6 +88,13 @@ EXPORT(int64_t, encode)(
     ParallelRegion region, int num_threads
 ) {
     return encode({weight, num_outputs, num_inputs, panels, exceptions, capacity, 0}, {region, num_threads});
+}
+
+EXPORT(int, fit_integers)(
+    const uint16_t* weight, int num_outputs, int num_inputs, float* scales, float* inverse_scales, ParallelRegion region,
+    int num_threads
+) {
+    return fit_integers(weight, num_outputs, num_inputs, scales, inverse_scales, {region, num_threads});
 }
 
 EXPORT(void, normalizers_and_best)(

@@ -13,6 +13,7 @@
 
 #include <stdlib.h>
 
+#include "integers.hpp"
 #include "panels.hpp"
 #include "threads.hpp"
 
@@ -27,7 +28,8 @@ struct Linear {
     const void* x;        // [num_rows][num_inputs], rows x_stride values apart
     int64_t x_stride;
     const void* weight;   // [panels][units][32] units, [panels][num_inputs][32] int8, or coded panels
-    const float* scales;  // of each output, where the weight is int8; else null
+    const float* scales;  // of each output, where the weight is int8, or multiplied as integers; else null
+    const float* inverse_scales;  // where it is multiplied as integers (integers.hpp); else null
     const Exception* exceptions;  // where the weight is coded; else null
     const void* bias;     // of each output, or null
     void* out;            // [num_rows][num_outputs], or half as many where gated; rows out_stride values apart
@@ -43,10 +45,11 @@ struct Linear {
     ContextAhead* context;
     int64_t context_bytes;
 
+    bool is_int8() const { return scales != nullptr && inverse_scales == nullptr; }
     int num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
     int64_t panel_bytes() const {
         if (exceptions != nullptr) return CodedPanel::bytes(num_inputs);
-        return (int64_t)num_inputs * kPanel * (scales != nullptr ? 1 : size_of(dtype));
+        return (int64_t)num_inputs * kPanel * (is_int8() ? 1 : size_of(dtype));
     }
 };
 
@@ -65,8 +68,12 @@ template <class Element>
 ALWAYS_INLINE void finish_row(const Linear& a, int row, int64_t panel, float* sums) {
     using Value = typename Element::Value;
     const int first = (int)panel * kPanel, count = least(kPanel, a.num_outputs - first);
-    if (a.scales != nullptr)
-        for (int i = 0; i < count; ++i) sums[i] *= a.scales[first + i];
+    if (a.scales != nullptr) {
+        int i = 0;
+        for (; i + kWidth <= count; i += kWidth)
+            store_floats(sums + i, load_floats(sums + i) * load_floats(a.scales + first + i));
+        for (; i < count; ++i) sums[i] *= a.scales[first + i];
+    }
     if (a.bias != nullptr)
         for (int i = 0; i < count; ++i) sums[i] += Element::widen(static_cast<const Value*>(a.bias)[first + i]);
     if (a.widened) {
@@ -101,7 +108,7 @@ class RowChunks {
     explicit RowChunks(const Linear& a) : a_(a), size_(kConverts ? least(kConvertedRows, a.num_rows) : a.num_rows) {}
 
     int count() const { return (a_.num_rows + size_ - 1) / size_; }
-    int64_t bytes() const { return kConverts ? whole_lines((int64_t)sizeof(Value) * size_ * a_.num_inputs) : 0; }
+    int64_t bytes() const { return kConverts ? whole_lines((int64_t)sizeof(Value) * size_ * stride()) : 0; }
 
     // Those of one chunk; in `memory`, if they are converted, where the last ones that were asked for may stand already.
     const Rows<Value>& rows(int64_t chunk, Value* memory) {
@@ -110,8 +117,8 @@ class RowChunks {
         const auto* x = static_cast<const typename Element::Value*>(a_.x) + first * a_.x_stride;
         if constexpr (kConverts) {
             for (int64_t row = 0; row < count; ++row)
-                convert<Element, Left>(x + row * a_.x_stride, memory + row * a_.num_inputs, a_.num_inputs);
-            rows_ = {memory, a_.num_inputs, first, count};
+                convert_row<Element, Left>(x + row * a_.x_stride, memory + row * stride(), a_.num_inputs);
+            rows_ = {memory, stride(), first, count};
         } else {
             rows_ = {x, a_.x_stride, first, count};
         }
@@ -119,7 +126,9 @@ class RowChunks {
     }
 
   private:
-    static constexpr bool kConverts = Left::kDtype != Element::kDtype;
+    static constexpr bool kConverts = !kIsSame<Left, Element>;
+
+    int64_t stride() const { return num_values<Left>(a_.num_inputs); }
 
     const Linear& a_;
     const int size_;
@@ -145,7 +154,8 @@ ALWAYS_INLINE void run_panel(
     }
 }
 
-enum class Form { kPlain, kInt8, kCoded };
+// How a weight stands in memory: in the units that are multiplied, or in what they are made of.
+enum class Form { kPlain, kInt8, kCoded, kStored };
 
 template <class Panels, class Element, Form kForm>
 void run_panels(void* data) {
@@ -179,7 +189,7 @@ void run_panels(void* data) {
             run_panel<Panels, Element>(a, panels, number, panel, rows, next, ahead);
         };
         // For many rows a panel is decoded once, into memory.
-        constexpr int kMostDecoding = kForm == Form::kCoded ? kMostDecodingRows : Panels::kRows;
+        constexpr int kMostDecoding = kForm == Form::kInt8 ? Panels::kRows : Panels::kMostDecodingRows;
         const auto decode_and_run = [&](auto source) __attribute__((always_inline)) {
             if constexpr (Panels::kDecodes)
                 if (rows.count <= kMostDecoding) return run(Decoded<Product, decltype(source)>{source});
@@ -195,9 +205,12 @@ void run_panels(void* data) {
             run(Plain<Product>{reinterpret_cast<const typename Product::Unit*>(at)});
         } else if constexpr (kForm == Form::kInt8) {
             decode_and_run(Quantized<Product::kPerUnit>{reinterpret_cast<const int8_t*>(at)});
+        } else if constexpr (kForm == Form::kStored) {
+            decode_and_run(Panels::multiplied(Stored{reinterpret_cast<const uint32_t*>(at)}, a.inverse_scales, number));
         } else {
             const CodedPanel* panel = reinterpret_cast<const CodedPanel*>(at);
-            decode_and_run(Coded{panel, a.exceptions + panel->first_exception});
+            const Coded source = {panel, a.exceptions + panel->first_exception};
+            decode_and_run(Panels::multiplied(source, a.inverse_scales, number));
         }
     }
     panels.end();
@@ -219,6 +232,11 @@ Work linear_work_by(const Linear& a) {
 Work linear_work(const Linear& a) {
     if (a.dtype == kFloat32) return linear_work_by<VectorPanels<InFloat32<Float32>>, Float32>(a);
     if (a.dtype == kFloat16) return linear_work_by<VectorPanels<InFloat32<Float16>>, Float16>(a);
+#if defined(INTEGERS)
+    if (a.inverse_scales != nullptr)
+        return a.exceptions != nullptr ? run_panels<IntegerPanels, Bfloat16, Form::kCoded>
+                                       : run_panels<IntegerPanels, Bfloat16, Form::kStored>;
+#endif
 #if defined(TILES)
     if (TilePanels::fits(a.num_inputs)) return linear_work_by<TilePanels, Bfloat16>(a);
 #endif

@@ -17,13 +17,23 @@
 namespace {
 
 // The most rows of a tile, with two vectors of outputs each and with all of a panel: what the registers hold, which are 16
-// below AVX-512. And the most rows with which each tile decodes a coded panel for itself: beyond, what that saves of the
-// way through memory is less than what it costs again and again.
+// below AVX-512.
 #if defined(__AVX512F__)
-constexpr int kVectorRows = 12, kWholeRows = 12, kMostDecodingRows = 120;
+constexpr int kVectorRows = 12, kWholeRows = 12;
 #else
-constexpr int kVectorRows = 6, kWholeRows = 8 / kPanelVectors, kMostDecodingRows = kVectorRows;
+constexpr int kVectorRows = 6, kWholeRows = 8 / kPanelVectors;
 #endif
+
+// Rows as they are multiplied: how many values each is, and how it is made of one of another kind.
+template <class Left>
+ALWAYS_INLINE int64_t num_values(int num_inputs) {
+    return num_inputs;
+}
+
+template <class Element, class Left>
+ALWAYS_INLINE void convert_row(const typename Element::Value* from, typename Left::Value* to, int num_inputs) {
+    convert<Element, Left>(from, to, num_inputs);
+}
 
 // A panel as tiles take it in: kUnits units at a time, and of each kVectors vectors of outputs, of which `output` is the
 // first. This one's units stand in memory.
@@ -36,6 +46,13 @@ struct Plain {
     template <int kVectors>
     static constexpr int output(int tile, int vector) {
         return (tile * kVectors + vector) * kWidth;
+    }
+
+    template <class Loaded, int kVectors>
+    ALWAYS_INLINE void load(int unit, int tile, Loaded (&loaded)[kUnits][kVectors]) const {
+        const auto* from = units + (int64_t)unit * kPanel + output<kVectors>(tile, 0);
+#pragma GCC unroll 8
+        for (int vector = 0; vector < kVectors; ++vector) loaded[0][vector] = Product::load(from + vector * kWidth);
     }
 
     // Adds the products of a unit with rows of x. It is loaded again for each of its parts, and the compiler is not to know
@@ -148,38 +165,54 @@ ALWAYS_INLINE void multiply_tile(
             store_floats(results[row] + Panel::template output<kVectors>(tile, vector), sums[row][vector]);
 }
 
+// Calls `tile` for each of the tiles of so many rows with a panel: with the rows as a type, and with its number.
+template <class Tile>
+ALWAYS_INLINE void for_tiles(int num_rows, Tile tile) {
+    const auto tiles = [&](auto rows) __attribute__((always_inline)) {
+        constexpr int kRows = decltype(rows)::value;
+        if constexpr (kRows <= kVectorRows)
+            for (int i = 0; i < (kRows <= kWholeRows ? 1 : kPanelVectors / 2); ++i) tile(rows, i);
+    };
+    switch (num_rows) {
+        case 1: tiles(Number<1>{}); break;
+        case 2: tiles(Number<2>{}); break;
+        case 3: tiles(Number<3>{}); break;
+        case 4: tiles(Number<4>{}); break;
+        case 5: tiles(Number<5>{}); break;
+        case 6: tiles(Number<6>{}); break;
+        case 7: tiles(Number<7>{}); break;
+        case 8: tiles(Number<8>{}); break;
+        case 9: tiles(Number<9>{}); break;
+        case 10: tiles(Number<10>{}); break;
+        case 11: tiles(Number<11>{}); break;
+        default: tiles(Number<12>{});
+    }
+}
+
 // The products of some rows with a panel, by vectors.
 template <class InProduct>
 struct VectorPanels {
     using Product = InProduct;
     static constexpr int kRows = kVectorRows;
     static constexpr bool kDecodes = true;
+    // The most rows with which each tile decodes a coded panel for itself: beyond, what that saves of the way through
+    // memory is less than what it costs again and again.
+    static constexpr int kMostDecodingRows = kVectorRows == 12 ? 120 : kVectorRows;
+
+    // What is multiplied of a weight that is decoded.
+    template <class Source>
+    static Source multiplied(Source source, const float*, int64_t) {
+        return source;
+    }
 
     template <class Panel>
     void multiply(
         int num_rows, const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, Ahead& ahead,
         float (*results)[kPanel]
     ) {
-        const auto tiles = [&](auto rows) __attribute__((always_inline)) {
-            constexpr int kCount = decltype(rows)::value;
-            if constexpr (kCount <= kRows)
-                for (int tile = 0; tile < (kCount <= kWholeRows ? 1 : kPanelVectors / 2); ++tile)
-                    multiply_tile<Product, kCount>(x, x_stride, panel, num_units, tile, ahead, results);
-        };
-        switch (num_rows) {
-            case 1: tiles(Number<1>{}); break;
-            case 2: tiles(Number<2>{}); break;
-            case 3: tiles(Number<3>{}); break;
-            case 4: tiles(Number<4>{}); break;
-            case 5: tiles(Number<5>{}); break;
-            case 6: tiles(Number<6>{}); break;
-            case 7: tiles(Number<7>{}); break;
-            case 8: tiles(Number<8>{}); break;
-            case 9: tiles(Number<9>{}); break;
-            case 10: tiles(Number<10>{}); break;
-            case 11: tiles(Number<11>{}); break;
-            default: tiles(Number<12>{});
-        }
+        for_tiles(num_rows, [&](auto rows, int tile) __attribute__((always_inline)) {
+            multiply_tile<Product, decltype(rows)::value>(x, x_stride, panel, num_units, tile, ahead, results);
+        });
     }
     void end() {}
 };
@@ -193,10 +226,15 @@ struct TilePanels {
         using Left = Bfloat16;
         using Unit = uint32_t;
     };
-    static constexpr int kRows = 32;
+    static constexpr int kRows = 32, kMostDecodingRows = 0;
     static constexpr bool kDecodes = false;
 
     static bool fits(int num_inputs) { return num_inputs % 32 == 0; }
+
+    template <class Source>
+    static Source multiplied(Source source, const float*, int64_t) {
+        return source;
+    }
 
     void multiply(
         int num_rows, const uint16_t* x, int64_t x_stride, Plain<Product> panel, int num_units, Ahead& ahead,

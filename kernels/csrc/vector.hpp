@@ -40,6 +40,11 @@ struct Number {
     static constexpr int value = kNumber;
 };
 
+template <class A, class B>
+constexpr bool kIsSame = false;
+template <class A>
+constexpr bool kIsSame<A, A> = true;
+
 ALWAYS_INLINE int least(int a, int b) { return a < b ? a : b; }
 ALWAYS_INLINE int round_up(int count, int unit) { return (count + unit - 1) / unit * unit; }
 ALWAYS_INLINE int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }  // of the cache
