@@ -33,7 +33,7 @@ from kernels.cpu_forms import (
     misfit_row,
     misfit_slot,
 )
-from kernels.cpu_linear import CpuLinear, Panels, coded, in_order, integer_scales, packed_as_int8, packed_plainly
+from kernels.cpu_linear import CpuLinear, Panels, as_integers, coded, in_order, packed_as_int8, packed_plainly
 from kernels.cpu_meeting import CpuMeeting
 from kernels.forms import check_attention, check_dtypes, check_sampling, form
 
@@ -95,7 +95,7 @@ class CpuKernels:
         self._sample_tokens = function("sample_tokens", _SAMPLING, c_int)
         self._linear = function("linear", cpu_linear.ARGUMENTS, c_int)
         self._encode = function("encode", cpu_linear.ENCODE, c_int64)
-        self._fit = function("fit_integers", cpu_linear.FIT, c_int)
+        self._encode_integers = function("encode_integers", cpu_linear.ENCODE_INTEGERS, c_int)
         self._decode = function("decode", cpu_decoder.ARGUMENTS, c_int)
         self._sum_shares = function("sum_shares", cpu_meeting.SUM, c_int)
         self._gather_shares = function("gather_shares", cpu_meeting.GATHER, c_int)
@@ -304,12 +304,12 @@ class CpuKernels:
     def linear(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> CpuLinear:
         """See `reference.linear`."""
         panels, ordered = None, in_order(weight, gated=gated)
-        if weight.dtype == torch.bfloat16 and self.level in _CODING_LEVELS:
-            panels = coded(self._encode_weight, ordered)
+        if weight.dtype == torch.bfloat16:
+            panels = as_integers(self._encode_weight_as_integers, ordered)
+            if panels is None and self.level in _CODING_LEVELS:
+                panels = coded(self._encode_weight, ordered)
         if panels is None:
             panels = packed_plainly(ordered, unit_of(weight.dtype))
-        if weight.dtype == torch.bfloat16 and (scales := integer_scales(self._fit_weight, ordered)) is not None:
-            panels = panels._replace(scales=scales[0], inverse_scales=scales[1])
         return self._pack(weight, bias, panels, widened=widened, gated=gated)
 
     def int8_linear(
@@ -325,8 +325,8 @@ class CpuKernels:
             run, weight, bias, panels, widened=widened, gated=gated, threads=(self._region, self._num_threads)
         )
 
-    def _fit_weight(self, *arguments: int) -> int:
-        return self._fit(*arguments, self._region, self._num_threads)
+    def _encode_weight_as_integers(self, *arguments: int) -> int:
+        return self._encode_integers(*arguments, self._region, self._num_threads)
 
     def _encode_weight(self, *arguments: int) -> int:
         return self._encode(*arguments, self._region, self._num_threads)

@@ -1,10 +1,12 @@
 """Linear layers in C++: weights packed once, in the layout that `csrc/linear.hpp` reads, and their products.
 
 A weight stands in panels of 32 outputs: [panel, inputs / unit, 32] units of 2 bfloat16, or of 1 value of another dtype;
-as int8 [panel, inputs, 32]; coded, if it is bfloat16 and few values are exceptions, as `csrc/coded.hpp` says. The last
-panel is filled up with zeros. Where the layer is gated, a panel is 16 gates and the 16 values that they are for.
+as int8 [panel, inputs, 32]; of bfloat16 as integers, where a CPU has no product of bfloat16 and the weight allows it,
+as `csrc/integers.hpp` says, or coded, if few values are exceptions, as `csrc/coded.hpp` says. The last panel is filled
+up with zeros. Where the layer is gated, a panel is 16 gates and the 16 values that they are for.
 """
 
+import enum
 from collections.abc import Callable
 from ctypes import Structure, c_int, c_int64, c_void_p
 from typing import NamedTuple
@@ -16,22 +18,22 @@ from kernels.forms import form
 from kernels.reference import quantized
 
 _PANEL = 32
-# Bytes of what csrc/coded.hpp calls CodedPanel and CodedPair.
-_CODED_HEAD, _CODED_PAIR = 64, 192
+# Bytes of what csrc/coded.hpp calls CodedPanel and CodedPair, and csrc/integers.hpp IntegerPair.
+_CODED_HEAD, _CODED_PAIR, _INTEGER_PAIR = 64, 192, 192
 # An exception takes 8 bytes, and some nanoseconds: with one for fewer values than these, coding would not pay.
 _FEWEST_PER_EXCEPTION = 256
-ARGUMENTS = (c_int, c_void_p, c_int64, *[c_void_p] * 6, *[c_int] * 5, c_void_p, c_int)
-FIT = (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int)
+ARGUMENTS = (c_int, c_void_p, c_int64, c_int, *[c_void_p] * 5, *[c_int] * 5, c_void_p, c_int)
 ENCODE = (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_int)
+ENCODE_INTEGERS = (c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p, c_int)
 
 
 class Weights(Structure):
     """A packed weight as csrc/decoder.hpp takes it."""
 
     _fields_ = [
+        ("form", c_int),
         ("panels", c_void_p),
         ("scales", c_void_p),
-        ("inverse_scales", c_void_p),
         ("exceptions", c_void_p),
         ("bias", c_void_p),
         ("num_outputs", c_int),
@@ -39,19 +41,28 @@ class Weights(Structure):
     ]
 
 
+class Form(enum.IntEnum):
+    """How a packed weight stands in memory, as csrc/linear.hpp numbers it."""
+
+    PLAIN = 0
+    INT8 = 1
+    CODED = 2  # csrc/coded.hpp
+    INTEGERS = 3  # csrc/integers.hpp
+
+
 class Panels(NamedTuple):
     """A packed weight.
 
     Attributes:
+        form: of the panels.
         values: the panels.
-        scales: of each output, where they are int8, or multiplied as integers (csrc/integers.hpp).
-        inverse_scales: of each output and of those that fill up the last panel, where they are multiplied so.
+        scales: of each output, where they are of integers.
         exceptions: where they are coded.
     """
 
+    form: Form
     values: Tensor
     scales: Tensor | None = None
-    inverse_scales: Tensor | None = None
     exceptions: Tensor | None = None
 
 
@@ -71,7 +82,7 @@ class CpuLinear:
         shape: of the weight.
         dtype: of x, of the bias, and of the weight as it was.
         is_gated: see `gated`.
-        is_coded: whether the weight is (csrc/coded.hpp).
+        form: of the packed weight.
     """
 
     def __init__(
@@ -86,7 +97,7 @@ class CpuLinear:
         threads: tuple[int | None, int],
     ) -> None:
         num_outputs, num_inputs = self.shape = weight.shape
-        self.dtype, self.is_gated, self.is_coded = weight.dtype, gated, panels.exceptions is not None
+        self.dtype, self.is_gated, self.form = weight.dtype, gated, panels.form
         if bias is not None and (bias.shape != (num_outputs,) or bias.dtype != weight.dtype):
             raise ValueError(f"bias {form(bias)} does not fit weight {form(weight)}")
         self._run = run
@@ -94,7 +105,8 @@ class CpuLinear:
         self._panels = panels
         self._out_size = num_outputs // 2 if gated else num_outputs
         self._out_dtype = torch.float32 if widened else weight.dtype
-        self._addresses = tuple(None if each is None else each.data_ptr() for each in (*panels, self._bias))
+        tensors = (*panels[1:], self._bias)
+        self._addresses = (int(panels.form), *(None if each is None else each.data_ptr() for each in tensors))
         self._tail = (num_outputs, num_inputs, int(gated), int(widened), *threads)
 
     @property
@@ -136,13 +148,13 @@ def in_order(weight: Tensor, *, gated: bool) -> Tensor:
 
 def packed_plainly(weight: Tensor, unit: int) -> Panels:
     """A weight that is `in_order`, in units of so many inputs."""
-    return Panels(_panels(weight.view(torch.int32 if unit == 2 else weight.dtype)))
+    return Panels(Form.PLAIN, _panels(weight.view(torch.int32 if unit == 2 else weight.dtype)))
 
 
 def packed_as_int8(weight: Tensor) -> Panels:
     """A weight that is `in_order`, quantized."""
     integers, scales = quantized(weight)
-    return Panels(_panels(integers), scales=scales)
+    return Panels(Form.INT8, _panels(integers), scales=scales)
 
 
 def coded(encode: Callable[..., int], weight: Tensor) -> Panels | None:
@@ -161,20 +173,22 @@ def coded(encode: Callable[..., int], weight: Tensor) -> Panels | None:
     num_exceptions = encode(*addresses, len(exceptions), num_outputs, num_inputs)
     if num_exceptions > len(exceptions):
         return None
-    return Panels(values, exceptions=exceptions[:num_exceptions].clone())
+    return Panels(Form.CODED, values, exceptions=exceptions[:num_exceptions].clone())
 
 
-def integer_scales(fit: Callable[..., int], weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Of a weight of bfloat16 that is `in_order`: `Panels`' two scales; None where it is not multiplied as integers.
+def as_integers(encode: Callable[..., int], weight: Tensor) -> Panels | None:
+    """A weight of bfloat16 that is `in_order`; None where it is not to be multiplied as integers.
 
     Args:
-        fit: the library's function, with its threads.
+        encode: the library's function, with its threads.
         weight: [num_outputs, num_inputs].
     """
-    scales, inverse_scales = torch.empty(len(weight)), torch.empty(-(-len(weight) // _PANEL) * _PANEL)
-    if fit(weight.data_ptr(), *weight.shape, scales.data_ptr(), inverse_scales.data_ptr()):
-        return scales, inverse_scales
-    return None
+    num_outputs, num_inputs = weight.shape
+    values = torch.empty(-(-num_outputs // _PANEL), num_inputs // 4, _INTEGER_PAIR, dtype=torch.uint8)
+    scales = torch.empty(num_outputs)
+    if not encode(weight.data_ptr(), values.data_ptr(), scales.data_ptr(), num_outputs, num_inputs):
+        return None
+    return Panels(Form.INTEGERS, values, scales=scales)
 
 
 def _interleaved(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from kernels import build, choice, cpu  # noqa: E402
 from kernels.cpu import CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
-from kernels.cpu_linear import CpuLinear  # noqa: E402
+from kernels.cpu_linear import CpuLinear, Form  # noqa: E402
 from kernels.reference import PlainLinear, int8_linear, linear, quantized  # noqa: E402
 
 try:
@@ -25,7 +25,9 @@ def random(*shape, dtype, seed=0):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs_and_inputs", [(1, 2), (31, 6), (32, 64), (33, 8), (96, 576), (70, 1536)])
+@pytest.mark.parametrize(
+    "outputs_and_inputs", [(1, 2), (31, 6), (32, 64), (33, 8), (96, 576), (40, 640), (33, 1152), (70, 1536)]
+)
 def test_a_product_in_cpp_is_the_twins(level, dtype, outputs_and_inputs):
     num_outputs, num_inputs = outputs_and_inputs
     weight, bias = random(num_outputs, num_inputs, dtype=dtype), random(num_outputs, dtype=dtype, seed=1)
@@ -42,7 +44,7 @@ def test_a_product_in_cpp_is_the_twins(level, dtype, outputs_and_inputs):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens_and_inputs", [(40, 576), (NUM_IN_TWO_CHUNKS, 1536)])
+@pytest.mark.parametrize("tokens_and_inputs", [(40, 576), (33, 1152), (NUM_IN_TWO_CHUNKS, 1536)])
 def test_an_output_is_the_same_bits_alone_and_in_a_batch_and_on_one_thread(level, dtype, tokens_and_inputs):
     num_tokens, num_inputs = tokens_and_inputs
     layer = CpuKernels(level).linear(random(100, num_inputs, dtype=dtype), None, widened=True)
@@ -80,12 +82,39 @@ def test_a_product_of_bfloat16_rounds_a_quarter_at_most_of_what_bfloat16_has_rou
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 6, 40])
+def test_values_up_to_64_times_smaller_than_an_outputs_largest_are_multiplied_as_they_are(level, num_rows):
+    # Each mantissa with seven exponents and both signs, and few in a group, whose sum would bound them otherwise.
+    mantissas, places = torch.arange(128, 256), torch.arange(9)
+    weight = torch.zeros(128, 576)
+    weight[:, places * 64] = mantissas[:, None] * 2.0 ** -(places % 7) * (-1.0) ** places
+    weight[0, 64] = 0
+    layer = CpuKernels(level).linear(weight.bfloat16(), None, widened=True)
+    one_by_one = torch.eye(576)[places * 64].bfloat16()
+    rows = one_by_one.repeat(-(-num_rows // 9), 1)
+    found = torch.cat([layer(part) for part in rows.split(num_rows)])
+    torch.testing.assert_close(found[:9], weight[:, places * 64].T, rtol=1e-6, atol=0)
+
+
+@pytest.mark.skipif("avx2" not in LEVELS, reason="no AVX2 here")
+def test_a_weight_is_of_integers_where_there_is_no_product_of_bfloat16_and_rounding_allows_it():
+    kernels, weight = CpuKernels("avx2"), random(70, 576, dtype=torch.bfloat16)
+    assert kernels.linear(weight, None).form is Form.INTEGERS
+    assert kernels.linear(weight[:, :570], None).form is Form.CODED
+    assert kernels.linear(weight.float(), None).form is Form.PLAIN
+    weight[3, 5] = 1e3
+    assert kernels.linear(weight, None).form is Form.CODED
+    weight[3, 5] = torch.nan
+    assert kernels.linear(weight, None).form is Form.CODED
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_value_that_is_far_larger_than_others_costs_its_neighbours_alone(level):
     weight, x = random(70, 576, dtype=torch.bfloat16), random(9, 576, dtype=torch.bfloat16, seed=1)
     layer = CpuKernels(level).linear(weight, None, widened=True)
     x[4, 100] = 1e6
     weight_far_away = weight.clone()
-    weight_far_away[:, 64:128] = 0
+    weight_far_away[:, :256] = 0
     found = CpuKernels(level).linear(weight_far_away, None, widened=True)(x)
     expected = x.double() @ weight_far_away.double().T
     assert rms(found[4] - expected[4]) <= 1e-3 * rms(expected[4])
@@ -182,13 +211,13 @@ def coded_and_plain(monkeypatch, level, weight, *, gated=False):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("outputs_and_inputs", [(1, 2), (33, 70), (96, 576), (64, 1536)])
+@pytest.mark.parametrize("outputs_and_inputs", [(1, 2), (33, 70), (96, 574), (64, 1532)])
 def test_a_coded_weight_gives_the_bits_of_the_plain_one(monkeypatch, level, outputs_and_inputs):
     num_outputs, num_inputs = outputs_and_inputs
     weight = random(num_outputs, num_inputs, dtype=torch.bfloat16)
     coded, plain = coded_and_plain(monkeypatch, level, weight)
-    assert coded.is_coded
-    assert not plain.is_coded
+    assert coded.form is Form.CODED
+    assert plain.form is Form.PLAIN
     for num_rows in (1, 2, 5, 6, 12, 13, 31, 70, 121, NUM_IN_TWO_CHUNKS):
         x = random(num_rows, num_inputs, dtype=torch.bfloat16, seed=2)
         assert coded(x).equal(plain(x))
@@ -206,7 +235,7 @@ def test_a_coded_weight_may_be_gated_and_hold_anything(monkeypatch, level, num_i
     weight[50] = 0
     for gated in (False, True):
         coded, plain = coded_and_plain(monkeypatch, level, weight, gated=gated)
-        assert coded.is_coded
+        assert coded.form is Form.CODED
         for num_rows in (1, 5, 13, 60, 121):
             x = random(num_rows, num_inputs, dtype=torch.bfloat16, seed=2)
             torch.testing.assert_close(coded(x), plain(x), rtol=0, atol=0, equal_nan=True)
@@ -216,7 +245,7 @@ def test_a_coded_weight_may_be_gated_and_hold_anything(monkeypatch, level, num_i
 def test_a_weight_of_too_many_kinds_stays_plain(monkeypatch):
     bits = torch.randint(-(1 << 15), 1 << 15, (64, 64), generator=torch.Generator().manual_seed(0))
     coded, plain = coded_and_plain(monkeypatch, LEVELS[0], bits.to(torch.int16).view(torch.bfloat16))
-    assert not coded.is_coded
+    assert coded.form is Form.PLAIN
     x = random(3, 64, dtype=torch.bfloat16)
     torch.testing.assert_close(coded(x), plain(x), rtol=0, atol=0, equal_nan=True)
 

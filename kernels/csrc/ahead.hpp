@@ -76,6 +76,14 @@ class Ahead {
         }
     }
 
+    // Bytes that are not asked for yet.
+    int64_t num_bytes() const { return weights_.bytes + context_bytes_; }
+
+    // The next of them that stand side by side; none where there are no more.
+    __attribute__((noinline)) Span next() {
+        return weights_.bytes > 0 ? take(weights_, weights_.bytes) : take_context(context_bytes_);
+    }
+
   private:
     static Span take(Span& from, int64_t bytes) {
         const Span taken = {from.at, bytes < from.bytes ? bytes : from.bytes};
@@ -98,6 +106,36 @@ class Ahead {
     Span weights_ = {};          // of these tiles, not asked for yet
     int64_t context_bytes_ = 0;  // likewise
     Span span_ = {};             // of the context, begun with
+};
+
+// The same in steps of as many bytes each, for which less has to be found before the first one.
+class Pace {
+  public:
+    Pace(Ahead& ahead, int num_steps) : ahead_(ahead), step_bytes_((ahead.num_bytes() + num_steps - 1) / num_steps) {}
+
+    ALWAYS_INLINE void step() {
+        due_ += step_bytes_;
+        if (__builtin_expect(due_ > end_, 0)) return cross();
+        for (; line_ < due_; line_ += 64) __builtin_prefetch(line_, 0, 2);
+    }
+
+  private:
+    // As `step`, over the end of what stands side by side.
+    __attribute__((noinline)) void cross() {
+        while (due_ > end_) {
+            for (; line_ < end_; line_ += 64) __builtin_prefetch(line_, 0, 2);
+            const int64_t left = due_ - end_;
+            const Span span = ahead_.next();
+            if (span.bytes == 0) step_bytes_ = 0;
+            line_ = span.at, end_ = span.at + span.bytes;
+            due_ = span.bytes == 0 ? end_ : line_ + left;
+        }
+        for (; line_ < due_; line_ += 64) __builtin_prefetch(line_, 0, 2);
+    }
+
+    Ahead& ahead_;
+    int64_t step_bytes_;
+    const char *line_ = nullptr, *due_ = nullptr, *end_ = nullptr;
 };
 
 // Asks for the lines of a run up to that of the next units: from `line` on.

@@ -66,6 +66,11 @@ struct Coded {
     const Exception* next;
 
     template <int kVectors>
+    static constexpr int output(int tile, int vector) {
+        return spread_output<kVectors>(tile, vector);
+    }
+
+    template <int kVectors>
     ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) {
         const CodedPair& from = panel->pairs()[unit / 2];
 #if defined(__AVX512BW__)

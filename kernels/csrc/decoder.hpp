@@ -19,9 +19,9 @@ namespace {
 
 // These structs, up to DecoderStep, are those of kernels/cpu_decoder.py.
 struct Weights {
+    Form form;
     const void* panels;
     const float* scales;
-    const float* inverse_scales;
     const Exception* exceptions;
     const void* bias;
     int num_outputs, num_inputs;
@@ -256,9 +256,9 @@ class DecoderPlan {
     }
 
     Linear product(const Weights& weights, const void* x, void* out) const {
-        return {d.dtype, x, weights.num_inputs, weights.panels, weights.scales, weights.inverse_scales,
-                weights.exceptions, weights.bias, out, weights.num_outputs, num_tokens, weights.num_outputs,
-                weights.num_inputs, false, false, nullptr, 0, nullptr, 0};
+        return {d.dtype, x, weights.num_inputs, weights.form, weights.panels, weights.scales, weights.exceptions,
+                weights.bias, out, weights.num_outputs, num_tokens, weights.num_outputs, weights.num_inputs, false,
+                false, nullptr, 0, nullptr, 0};
     }
 
     const Decoder& d;

@@ -48,6 +48,10 @@ struct Bfloat16 {
     static ALWAYS_INLINE void store(Value* to, Floats x) {
 #if defined(__AVX512BF16__)
         store_halves(to, (Halves)_mm512_cvtneps_pbh((__m512)x));  // denormals, less than 2^-126, become zero
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+        const __m256i words = (__m256i)bits(x);
+        const __m128i lower = _mm256_castsi256_si128(words), upper = _mm256_extracti128_si256(words, 1);
+        store_halves(to, (Halves)_mm_packus_epi32(lower, upper));
 #else
         store_halves(to, __builtin_convertvector(bits(x), Halves));
 #endif

@@ -5,6 +5,7 @@
 #include "attention.hpp"
 #include "cache.hpp"
 #include "decoder.hpp"
+#include "integer_encoding.hpp"
 #include "linear.hpp"
 #include "meeting.hpp"
 #include "pointwise.hpp"
@@ -71,14 +72,14 @@ EXPORT(void, silu_and_mul)(
 }
 
 EXPORT(int, linear)(
-    Dtype dtype, const void* x, int64_t x_stride, const void* weight, const float* scales,
-    const float* inverse_scales, const Exception* exceptions, const void* bias, void* out, int num_rows,
-    int num_outputs, int num_inputs, int gated, int widened, ParallelRegion region, int num_threads
+    Dtype dtype, const void* x, int64_t x_stride, Form form, const void* weight, const float* scales,
+    const Exception* exceptions, const void* bias, void* out, int num_rows, int num_outputs, int num_inputs, int gated,
+    int widened, ParallelRegion region, int num_threads
 ) {
     const int64_t out_stride = gated ? num_outputs / 2 : num_outputs;
     return linear(
-        {dtype, x, x_stride, weight, scales, inverse_scales, exceptions, bias, out, out_stride, num_rows, num_outputs,
-         num_inputs, gated != 0, widened != 0, nullptr, 0, nullptr, 0},
+        {dtype, x, x_stride, form, weight, scales, exceptions, bias, out, out_stride, num_rows, num_outputs, num_inputs,
+         gated != 0, widened != 0, nullptr, 0, nullptr, 0},
         {region, num_threads}
     );
 }
@@ -90,11 +91,11 @@ EXPORT(int64_t, encode)(
     return encode({weight, num_outputs, num_inputs, panels, exceptions, capacity, 0}, {region, num_threads});
 }
 
-EXPORT(int, fit_integers)(
-    const uint16_t* weight, int num_outputs, int num_inputs, float* scales, float* inverse_scales, ParallelRegion region,
+EXPORT(int, encode_integers)(
+    const uint16_t* weight, char* panels, float* scales, int num_outputs, int num_inputs, ParallelRegion region,
     int num_threads
 ) {
-    return fit_integers(weight, num_outputs, num_inputs, scales, inverse_scales, {region, num_threads});
+    return encode_integers({weight, num_outputs, num_inputs, panels, scales}, {region, num_threads});
 }
 
 EXPORT(void, normalizers_and_best)(

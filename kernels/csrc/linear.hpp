@@ -6,7 +6,8 @@
 //
 // Of a quantized weight each value is an int8, [inputs][32] in each panel, and each output has a scale. An int8 is a
 // number of every other kind too: the sum runs over the integers themselves, and is multiplied by the scale once.
-// A weight of bfloat16 may be coded (coded.hpp): its panels are shorter, and its values the same.
+// A weight of bfloat16 may be coded (coded.hpp): its panels are shorter, and its values the same. Or it may be of integers
+// (integers.hpp): its panels are as short, and products take half of the time.
 //
 // An output is one sum, made in one order (panels.hpp): neither the batch nor the threads change a bit of it.
 #pragma once
@@ -19,18 +20,18 @@
 
 namespace {
 
-// Rows that are converted at once: what else is done for a chunk of rows, such as decoding a panel, is worth it for so
-// many, and more would leave the caches. A multiple of all tiles' rows.
-constexpr int kConvertedRows = 192;
+// How a weight stands in memory, as kernels/cpu_linear.py numbers it: in the units that are multiplied, [panels][units][32];
+// in int8, [panels][num_inputs][32]; or in panels of what units are made of (coded.hpp, integers.hpp).
+enum class Form : int { kPlain, kInt8, kCoded, kIntegers };
 
 struct Linear {
     Dtype dtype;          // of x, of the bias, of the weight unless it is int8, and of out unless it is widened
     const void* x;        // [num_rows][num_inputs], rows x_stride values apart
     int64_t x_stride;
-    const void* weight;   // [panels][units][32] units, [panels][num_inputs][32] int8, or coded panels
-    const float* scales;  // of each output, where the weight is int8, or multiplied as integers; else null
-    const float* inverse_scales;  // where it is multiplied as integers (integers.hpp); else null
-    const Exception* exceptions;  // where the weight is coded; else null
+    Form form;            // of the weight
+    const void* weight;   // its panels
+    const float* scales;  // of each output, where it is of integers; else null
+    const Exception* exceptions;  // where it is coded; else null
     const void* bias;     // of each output, or null
     void* out;            // [num_rows][num_outputs], or half as many where gated; rows out_stride values apart
     int64_t out_stride;
@@ -45,48 +46,62 @@ struct Linear {
     ContextAhead* context;
     int64_t context_bytes;
 
-    bool is_int8() const { return scales != nullptr && inverse_scales == nullptr; }
     int num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
     int64_t panel_bytes() const {
-        if (exceptions != nullptr) return CodedPanel::bytes(num_inputs);
-        return (int64_t)num_inputs * kPanel * (is_int8() ? 1 : size_of(dtype));
+        switch (form) {
+            case Form::kCoded: return CodedPanel::bytes(num_inputs);
+            case Form::kIntegers: return integer_panel_bytes(num_inputs);
+            case Form::kInt8: return (int64_t)num_inputs * kPanel;
+            default: return (int64_t)num_inputs * kPanel * size_of(dtype);
+        }
     }
 };
 
-// Shared out in items: a panel for a chunk of rows. All panels come for the first chunk, then all for the next.
+// Shared out in items: a panel for a chunk of rows. All panels come for the first chunk, then all for the next. Where a
+// panel's outputs are half a cache line of a row's, a thread takes two, so that no other one writes to the same line.
 struct LinearJob {
     Linear a;
     int num_threads;
     int64_t next_item;
     bool out_of_memory;
 
-    int64_t take() { return __atomic_fetch_add(&next_item, 1, __ATOMIC_RELAXED); }
+    int64_t num_taken() const { return a.gated ? 2 : 1; }
+    int64_t take() { return __atomic_fetch_add(&next_item, num_taken(), __ATOMIC_RELAXED); }
+    // What a thread does behind an item, and what that will probably be.
+    int64_t take_behind(int64_t item) { return (item + 1) % num_taken() == 0 ? take() : item + 1; }
+    int64_t expect_behind(int64_t item) const {
+        return (item + 1) % num_taken() == 0 ? item + 1 + num_taken() * (num_threads - 1) : item + 1;
+    }
 };
 
-// From a row's sums over a panel to its outputs.
+// From the sums of some rows over a panel to its outputs.
 template <class Element>
-ALWAYS_INLINE void finish_row(const Linear& a, int row, int64_t panel, float* sums) {
+ALWAYS_INLINE void finish_rows(const Linear& a, int64_t first_row, int num_rows, int64_t panel, float (*sums)[kPanel]) {
     using Value = typename Element::Value;
     const int first = (int)panel * kPanel, count = least(kPanel, a.num_outputs - first);
-    if (a.scales != nullptr) {
+    const auto* bias = static_cast<const Value*>(a.bias);
+    for (int row = 0; a.scales != nullptr && row < num_rows; ++row) {
         int i = 0;
         for (; i + kWidth <= count; i += kWidth)
-            store_floats(sums + i, load_floats(sums + i) * load_floats(a.scales + first + i));
-        for (; i < count; ++i) sums[i] *= a.scales[first + i];
+            store_floats(sums[row] + i, load_floats(sums[row] + i) * load_floats(a.scales + first + i));
+        for (; i < count; ++i) sums[row][i] *= a.scales[first + i];
     }
-    if (a.bias != nullptr)
-        for (int i = 0; i < count; ++i) sums[i] += Element::widen(static_cast<const Value*>(a.bias)[first + i]);
+    for (int row = 0; bias != nullptr && row < num_rows; ++row)
+        for (int i = 0; i < count; ++i) sums[row][i] += Element::widen(bias[first + i]);
     if (a.widened) {
-        memcpy(static_cast<float*>(a.out) + row * a.out_stride + first, sums, count * sizeof *sums);
+        float* out = static_cast<float*>(a.out) + first_row * a.out_stride + first;
+        for (int row = 0; row < num_rows; ++row, out += a.out_stride) memcpy(out, sums[row], count * sizeof *out);
     } else if (a.gated) {
-        Value* out = static_cast<Value*>(a.out) + row * a.out_stride + first / 2;
-        for (int i = 0; i < kPanel / 2; i += kWidth) {
-            const Floats gate = Element::rounded(load_floats(sums + i));
-            const Floats value = Element::rounded(load_floats(sums + kPanel / 2 + i));
-            Element::store(out + i, Element::rounded(silu(gate)) * value);
-        }
+        Value* out = static_cast<Value*>(a.out) + first_row * a.out_stride + first / 2;
+        for (int row = 0; row < num_rows; ++row, out += a.out_stride)
+            for (int i = 0; i < kPanel / 2; i += kWidth) {
+                const Floats gate = Element::rounded(load_floats(sums[row] + i));
+                const Floats value = Element::rounded(load_floats(sums[row] + kPanel / 2 + i));
+                Element::store(out + i, Element::rounded(silu(gate)) * value);
+            }
     } else {
-        convert<Float32, Element>(sums, static_cast<Value*>(a.out) + row * a.out_stride + first, count);
+        Value* out = static_cast<Value*>(a.out) + first_row * a.out_stride + first;
+        for (int row = 0; row < num_rows; ++row, out += a.out_stride) convert<Float32, Element>(sums[row], out, count);
     }
 }
 
@@ -150,12 +165,9 @@ ALWAYS_INLINE void run_panel(
         const int count = least(Panels::kRows, rows.count - row);
         ahead.begin({next.at, next_bytes}, context_bytes);
         panels.multiply(count, rows.x + row * rows.stride, rows.stride, panel, num_units, ahead, results);
-        for (int i = 0; i < count; ++i) finish_row<Element>(a, rows.first + row + i, number, results[i]);
+        finish_rows<Element>(a, rows.first + row, count, number, results);
     }
 }
-
-// How a weight stands in memory: in the units that are multiplied, or in what they are made of.
-enum class Form { kPlain, kInt8, kCoded, kStored };
 
 template <class Panels, class Element, Form kForm>
 void run_panels(void* data) {
@@ -178,8 +190,8 @@ void run_panels(void* data) {
     Panels panels;
     Ahead ahead(a.context);
     const char* weight = static_cast<const char*>(a.weight);
-    for (int64_t item = job.take(); item < num_items; item = job.take()) {
-        const int64_t number = item % num_panels, later = item + job.num_threads;
+    for (int64_t item = job.take(); item < num_items; item = job.take_behind(item)) {
+        const int64_t number = item % num_panels, later = job.expect_behind(item);
         const Rows<Value>& rows = chunks.rows(item / num_panels, reinterpret_cast<Value*>(memory));
         const char* at = weight + number * panel_bytes;
         const Span next = later < num_items
@@ -193,24 +205,27 @@ void run_panels(void* data) {
         const auto decode_and_run = [&](auto source) __attribute__((always_inline)) {
             if constexpr (Panels::kDecodes)
                 if (rows.count <= kMostDecoding) return run(Decoded<Product, decltype(source)>{source});
-            for (int unit = 0; unit < num_units; unit += source.kUnits) {
-                Words words[source.kUnits][kPanelVectors];
-                source.decode(unit, 0, words);
-                for (int i = 0; i < source.kUnits && unit + i < num_units; ++i)
-                    memcpy(decoded + (int64_t)(unit + i) * kPanel, words[i], sizeof words[i]);
+            if constexpr (kMostDecoding < kConvertedRows) {
+                for (int unit = 0; unit < num_units; unit += source.kUnits) {
+                    Words words[source.kUnits][kPanelVectors];
+                    source.decode(unit, 0, words);
+                    for (int i = 0; i < source.kUnits && unit + i < num_units; ++i)
+                        memcpy(decoded + (int64_t)(unit + i) * kPanel, words[i], sizeof words[i]);
+                }
+                run(Plain<Product>{decoded});
             }
-            run(Plain<Product>{decoded});
         };
         if constexpr (kForm == Form::kPlain) {
             run(Plain<Product>{reinterpret_cast<const typename Product::Unit*>(at)});
         } else if constexpr (kForm == Form::kInt8) {
             decode_and_run(Quantized<Product::kPerUnit>{reinterpret_cast<const int8_t*>(at)});
-        } else if constexpr (kForm == Form::kStored) {
-            decode_and_run(Panels::multiplied(Stored{reinterpret_cast<const uint32_t*>(at)}, a.inverse_scales, number));
-        } else {
+        } else if constexpr (kForm == Form::kCoded) {
             const CodedPanel* panel = reinterpret_cast<const CodedPanel*>(at);
-            const Coded source = {panel, a.exceptions + panel->first_exception};
-            decode_and_run(Panels::multiplied(source, a.inverse_scales, number));
+            decode_and_run(Coded{panel, a.exceptions + panel->first_exception});
+#if defined(INTEGERS)
+        } else {
+            decode_and_run(IntegerUnits{reinterpret_cast<const IntegerPair*>(at)});
+#endif
         }
     }
     panels.end();
@@ -221,8 +236,8 @@ template <class Panels, class Element>
 Work linear_work_by(const Linear& a) {
     using Product = typename Panels::Product;
     if constexpr (Product::kPerUnit == 2)
-        if (a.exceptions != nullptr) return run_panels<Panels, Element, Form::kCoded>;
-    if (a.scales == nullptr) return run_panels<Panels, Element, Form::kPlain>;
+        if (a.form == Form::kCoded) return run_panels<Panels, Element, Form::kCoded>;
+    if (a.form == Form::kPlain) return run_panels<Panels, Element, Form::kPlain>;
     if constexpr (Product::Left::kDtype == Element::kDtype)
         return run_panels<Panels, Element, Form::kInt8>;
     else
@@ -233,9 +248,7 @@ Work linear_work(const Linear& a) {
     if (a.dtype == kFloat32) return linear_work_by<VectorPanels<InFloat32<Float32>>, Float32>(a);
     if (a.dtype == kFloat16) return linear_work_by<VectorPanels<InFloat32<Float16>>, Float16>(a);
 #if defined(INTEGERS)
-    if (a.inverse_scales != nullptr)
-        return a.exceptions != nullptr ? run_panels<IntegerPanels, Bfloat16, Form::kCoded>
-                                       : run_panels<IntegerPanels, Bfloat16, Form::kStored>;
+    if (a.form == Form::kIntegers) return run_panels<IntegerPanels, Bfloat16, Form::kIntegers>;
 #endif
 #if defined(TILES)
     if (TilePanels::fits(a.num_inputs)) return linear_work_by<TilePanels, Bfloat16>(a);

@@ -24,6 +24,10 @@ constexpr int kVectorRows = 12, kWholeRows = 12;
 constexpr int kVectorRows = 6, kWholeRows = 8 / kPanelVectors;
 #endif
 
+// Rows that are converted at once: what else is done for a chunk of rows, such as decoding a panel, is worth it for so
+// many, and more would leave the caches. A multiple of all tiles' rows.
+constexpr int kConvertedRows = 192;
+
 // Rows as they are multiplied: how many values each is, and how it is made of one of another kind.
 template <class Left>
 ALWAYS_INLINE int64_t num_values(int num_inputs) {
@@ -83,7 +87,7 @@ struct Decoded {
 
     template <int kVectors>
     static constexpr int output(int tile, int vector) {
-        return spread_output<kVectors>(tile, vector);
+        return Source::template output<kVectors>(tile, vector);
     }
 
     template <int kVectors>
@@ -103,6 +107,11 @@ template <int kPerUnit>
 struct Quantized {
     static constexpr int kUnits = 1;
     const int8_t* values;
+
+    template <int kVectors>
+    static constexpr int output(int tile, int vector) {
+        return spread_output<kVectors>(tile, vector);
+    }
 
     template <int kVectors>
     ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) const {
@@ -165,13 +174,11 @@ ALWAYS_INLINE void multiply_tile(
             store_floats(results[row] + Panel::template output<kVectors>(tile, vector), sums[row][vector]);
 }
 
-// Calls `tile` for each of the tiles of so many rows with a panel: with the rows as a type, and with its number.
-template <class Tile>
-ALWAYS_INLINE void for_tiles(int num_rows, Tile tile) {
+// Calls `body` with so many rows of a tile as a type.
+template <class Body>
+ALWAYS_INLINE void with_rows(int num_rows, Body body) {
     const auto tiles = [&](auto rows) __attribute__((always_inline)) {
-        constexpr int kRows = decltype(rows)::value;
-        if constexpr (kRows <= kVectorRows)
-            for (int i = 0; i < (kRows <= kWholeRows ? 1 : kPanelVectors / 2); ++i) tile(rows, i);
+        if constexpr (decltype(rows)::value <= kVectorRows) body(rows);
     };
     switch (num_rows) {
         case 1: tiles(Number<1>{}); break;
@@ -199,19 +206,15 @@ struct VectorPanels {
     // memory is less than what it costs again and again.
     static constexpr int kMostDecodingRows = kVectorRows == 12 ? 120 : kVectorRows;
 
-    // What is multiplied of a weight that is decoded.
-    template <class Source>
-    static Source multiplied(Source source, const float*, int64_t) {
-        return source;
-    }
-
     template <class Panel>
     void multiply(
         int num_rows, const typename Product::Left::Value* x, int64_t x_stride, Panel panel, int num_units, Ahead& ahead,
         float (*results)[kPanel]
     ) {
-        for_tiles(num_rows, [&](auto rows, int tile) __attribute__((always_inline)) {
-            multiply_tile<Product, decltype(rows)::value>(x, x_stride, panel, num_units, tile, ahead, results);
+        with_rows(num_rows, [&](auto rows) __attribute__((always_inline)) {
+            constexpr int kCount = decltype(rows)::value;
+            for (int tile = 0; tile < (kCount <= kWholeRows ? 1 : kPanelVectors / 2); ++tile)
+                multiply_tile<Product, kCount>(x, x_stride, panel, num_units, tile, ahead, results);
         });
     }
     void end() {}
@@ -230,11 +233,6 @@ struct TilePanels {
     static constexpr bool kDecodes = false;
 
     static bool fits(int num_inputs) { return num_inputs % 32 == 0; }
-
-    template <class Source>
-    static Source multiplied(Source source, const float*, int64_t) {
-        return source;
-    }
 
     void multiply(
         int num_rows, const uint16_t* x, int64_t x_stride, Plain<Product> panel, int num_units, Ahead& ahead,

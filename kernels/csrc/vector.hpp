@@ -54,6 +54,8 @@ ALWAYS_INLINE Floats broadcast(float value) { return Floats{} + value; }
 ALWAYS_INLINE Floats larger_of(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)  // GCC 12 would compare and choose
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return a > b ? a : b;
 #endif
@@ -104,7 +106,11 @@ ALWAYS_INLINE Floats power_of_two(Floats x) {
 #if defined(__AVX512F__)
     const Floats n = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
+#if defined(__AVX2__)
+    x = (Floats)_mm256_min_ps((__m256)broadcast(127.0f), (__m256)x);
+#else
     x = x > 127.0f ? broadcast(127.0f) : x;
+#endif
     const Floats rounder = broadcast(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded to an integer
     const Floats shifted = x + rounder;
     const Floats n = shifted - rounder;
