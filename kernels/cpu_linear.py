@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.forms import form
 from kernels.reference import quantized
@@ -56,7 +57,7 @@ class Panels(NamedTuple):
     Attributes:
         form: of the panels.
         values: the panels.
-        scales: of each output, where they are of integers.
+        scales: of each output, and zeros to whole panels, where they are of integers.
         exceptions: where they are coded.
     """
 
@@ -154,7 +155,8 @@ def packed_plainly(weight: Tensor, unit: int) -> Panels:
 def packed_as_int8(weight: Tensor) -> Panels:
     """A weight that is `in_order`, quantized."""
     integers, scales = quantized(weight)
-    return Panels(Form.INT8, _panels(integers), scales=scales)
+    panels = _panels(integers)
+    return Panels(Form.INT8, panels, scales=pad(scales, (0, len(panels) * _PANEL - len(scales))))
 
 
 def coded(encode: Callable[..., int], weight: Tensor) -> Panels | None:
@@ -185,7 +187,7 @@ def as_integers(encode: Callable[..., int], weight: Tensor) -> Panels | None:
     """
     num_outputs, num_inputs = weight.shape
     values = torch.empty(-(-num_outputs // _PANEL), num_inputs // 4, _INTEGER_PAIR, dtype=torch.uint8)
-    scales = torch.empty(num_outputs)
+    scales = torch.zeros(len(values) * _PANEL)
     if not encode(weight.data_ptr(), values.data_ptr(), scales.data_ptr(), num_outputs, num_inputs):
         return None
     return Panels(Form.INTEGERS, values, scales=scales)

@@ -38,10 +38,21 @@ inline int64_t integer_panel_bytes(int num_inputs) { return num_inputs / 4 * (in
 constexpr int kMostLeft = 8191;       // of a row's integers
 constexpr int kMostRight = 255 << 6;  // of a weight's
 
-// Rows of these: each group is its integers, and then its scale.
+// Rows of these: each group is its integers, and then what they have in common.
 struct Grouped {
     using Value = int16_t;
-    static constexpr int kScaleValues = sizeof(float) / sizeof(Value);
+
+    struct Common {
+        float scale;
+        uint32_t cross;  // see `multiply_part`
+    };
+    static constexpr int kCommonValues = sizeof(Common) / sizeof(Value);
+
+    static ALWAYS_INLINE Common common(const Value* behind) {
+        Common found;
+        memcpy(&found, behind, sizeof found);
+        return found;
+    }
 
     // A group's integers and scale from its bfloat16. What is less than 2^-100 counts as zero; where one value is not
     // finite, none of the group's is.
@@ -58,20 +69,23 @@ struct Grouped {
         const float value = Bfloat16::widen(largest);
         const float inverse = largest < kTiny ? 0.0f : kMostLeft / value;
         const float scale = largest >= kInfinite ? __builtin_nanf("") : largest < kTiny ? 0.0f : value / kMostLeft;
+        Words twice = {};  // each two units' cross products, in both units' lanes
         for (int i = 0; i < count; i += 16) {
             const __m256i lower = _mm256_cvtps_epi32((__m256)(Bfloat16::load(from + i) * inverse));
             const __m256i upper = _mm256_cvtps_epi32((__m256)(Bfloat16::load(from + i + 8) * inverse));
             const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(lower, upper), 0xD8);
             _mm256_storeu_si256((__m256i*)(to + i), packed);
+            twice += (Words)_mm256_madd_epi16(packed, _mm256_shuffle_epi32(packed, 0xB1));
         }
-        memcpy(to + count, &scale, sizeof scale);
+        const Common common = {scale, twice[0] + twice[2] + twice[4] + twice[6]};
+        memcpy(to + count, &common, sizeof common);
     }
 };
 
 // A row of so many inputs, which are groups: `num_values` integers.
 template <>
 ALWAYS_INLINE int64_t num_values<Grouped>(int num_inputs) {
-    return num_inputs + (int64_t)(num_inputs + kGroup - 1) / kGroup * Grouped::kScaleValues;
+    return num_inputs + (int64_t)(num_inputs + kGroup - 1) / kGroup * Grouped::kCommonValues;
 }
 
 template <>
@@ -79,7 +93,7 @@ ALWAYS_INLINE void convert_row<Bfloat16, Grouped>(const uint16_t* from, int16_t*
     for (int input = 0; input < num_inputs; input += kGroup) {
         const int count = least(kGroup, num_inputs - input);
         Grouped::store(to, from + input, count);
-        to += count + Grouped::kScaleValues;
+        to += count + Grouped::kCommonValues;
     }
 }
 
@@ -93,6 +107,8 @@ struct InIntegers {
 };
 
 constexpr int kGroupUnits = kGroup / InIntegers::kPerUnit;
+constexpr int kPartRows = 4;    // of a tile, where units stand in memory
+constexpr int kStepUnits = 16;  // between which memory is asked for there
 
 // A panel of pairs.
 struct IntegerUnits {
@@ -143,71 +159,120 @@ ALWAYS_INLINE void add_pairs(
     }
 }
 
-// Some of a panel's units, decoded: half of the outputs, as many as a tile has.
+// Some of a panel's units, decoded: those of a tile's outputs.
 struct DecodedPart {
-    static constexpr int kUnits = 1, kVectors = 2;
-    // Units between which memory is asked for.
-    static constexpr int kStep = 16;
+    static constexpr int kVectors = 2;
     // So many stay in the first cache while all rows go past them, and some of these rows too; of whole groups.
     static constexpr int kMostUnits = 288, kGroupsUnits = kMostUnits / kGroupUnits * kGroupUnits;
     alignas(64) uint32_t words[kMostUnits][kVectors * kWidth];
+    Words cross[kMostUnits / kGroupUnits + 1][kVectors];  // of each group, see `multiply_part`
 
     template <class Source>
     ALWAYS_INLINE void fill(Source& source, int first, int count, int tile) {
-        for (int unit = 0; unit < count; unit += Source::kUnits) {
-            Words decoded[Source::kUnits][kVectors];
-            source.decode(first + unit, tile, decoded);
-            memcpy(words[unit], decoded, sizeof decoded);
+        static_assert(Source::kUnits == 2, "cross products are of two units");
+        Words(*of_group)[kVectors] = cross;
+        for (int unit = 0; unit < count; ++of_group) {
+            Words sums[kVectors] = {};
+            for (const int end = least(unit + kGroupUnits, count); unit < end; unit += Source::kUnits) {
+                Words decoded[Source::kUnits][kVectors];
+                source.decode(first + unit, tile, decoded);
+                memcpy(words[unit], decoded, sizeof decoded);
+                for (int vector = 0; vector < kVectors; ++vector)
+                    sums[vector] += (Words)_mm256_madd_epi16((__m256i)decoded[0][vector], (__m256i)decoded[1][vector]);
+            }
+            memcpy(*of_group, sums, sizeof sums);
         }
     }
-
-    ALWAYS_INLINE void load(int unit, Words (&loaded)[kUnits][kVectors]) const {
-#pragma GCC unroll 2
-        for (int vector = 0; vector < kVectors; ++vector) loaded[0][vector] = load_words(words[unit] + vector * kWidth);
-    }
 };
 
-// All of them, decoded by each tile for its outputs. Few rows do so: there memory decides, and to ask for more than a few
-// lines at once would hold up what is needed now.
-template <class Source, int kTileVectors>
-struct DecodedOnTheWay {
-    static constexpr int kUnits = Source::kUnits, kVectors = kTileVectors, kStep = kUnits;
-    Source& source;
-    int tile;
-
-    ALWAYS_INLINE void load(int unit, Words (&loaded)[kUnits][kVectors]) const { source.decode(unit, tile, loaded); }
-};
-
-// Adds the products of so many units with some rows to the results of a tile, or begins them: with the sums of one group
-// after the other.
-template <int kRows, class Units>
-ALWAYS_INLINE void multiply_integers(
-    const int16_t* x, int64_t x_stride, const Units& units, int num_units, int tile, bool is_first, Pace& pace,
+// Adds a group's sums to the results of a tile, or begins them.
+template <int kRows, int kVectors>
+ALWAYS_INLINE void add_group(
+    const Integers (&sums)[kRows][kVectors], const int16_t* behind, int64_t x_stride, int tile, bool is_first,
     float (*results)[kPanel]
 ) {
-    constexpr int kUnits = Units::kUnits, kVectors = Units::kVectors;
-    for (int unit = 0; unit < num_units; x += Grouped::kScaleValues, is_first = false) {
-        Integers sums[kRows][kVectors] = {};
-        for (const int group_end = least(unit + kGroupUnits, num_units); unit < group_end;) {
-            pace.step();
-            for (const int end = unit + Units::kStep; unit < end; unit += kUnits, x += kUnits * InIntegers::kPerUnit) {
-                Words weights[kUnits][kVectors];
-                units.load(unit, weights);
-#pragma GCC unroll 2
-                for (int i = 0; i < kUnits; ++i) add_pairs(weights[i], x + i * InIntegers::kPerUnit, x_stride, sums);
-            }
-        }
 #pragma GCC unroll 12
-        for (int row = 0; row < kRows; ++row) {
-            const __m256 scale = _mm256_broadcast_ss((const float*)(x + row * x_stride));
+    for (int row = 0; row < kRows; ++row) {
+        const __m256 scale = _mm256_broadcast_ss((const float*)(behind + row * x_stride));
 #pragma GCC unroll 8
-            for (int vector = 0; vector < kVectors; ++vector) {
-                float* to = results[row] + (tile * kVectors + vector) * kWidth;
-                const Floats before = is_first ? Floats{} : load_floats(to);
-                const __m256 sum = _mm256_cvtepi32_ps((__m256i)sums[row][vector]);
-                store_floats(to, (Floats)_mm256_fmadd_ps(sum, scale, (__m256)before));
+        for (int vector = 0; vector < kVectors; ++vector) {
+            float* to = results[row] + (tile * kVectors + vector) * kWidth;
+            const Floats before = is_first ? Floats{} : load_floats(to);
+            const __m256 sum = _mm256_cvtepi32_ps((__m256i)sums[row][vector]);
+            store_floats(to, (Floats)_mm256_fmadd_ps(sum, scale, (__m256)before));
+        }
+    }
+}
+
+// Adds the products of a part with some rows to the results of a tile, or begins them.
+//
+// With a and b of a row, in one unit and the next, and v and w of the weight there,
+//
+//     a v + b w = (a + w)(b + v) - a b - v w
+//
+// is one product instead of two (Winograd 1968, "A New Algorithm for Inner Product"), where sums of a b over a group are
+// the row's, and those of v w the weight's. Additions are more by as many, but a core has twice as many units for them.
+// What is too large for 32 bits on the way is so by multiples of 2^32, and the group's sum is not.
+template <int kRows>
+ALWAYS_INLINE void multiply_part(
+    const int16_t* x, int64_t x_stride, const DecodedPart& part, int num_units, int tile, bool is_first, Pace& pace,
+    float (*results)[kPanel]
+) {
+    constexpr int kVectors = DecodedPart::kVectors;
+    const Words(*cross)[kVectors] = part.cross;
+    for (int unit = 0; unit < num_units; is_first = false, ++cross) {
+        const int group_end = least(unit + kGroupUnits, num_units);
+        Words sums[kRows][kVectors] = {};
+        while (unit < group_end) {
+            pace.step();
+            for (const int end = unit + kStepUnits; unit < end; unit += 2, x += 2 * InIntegers::kPerUnit) {
+                const __m256i* const weights = (const __m256i*)part.words[unit];
+#pragma GCC unroll 4
+                for (int row = 0; row < kRows; ++row) {
+                    int32_t first, second;
+                    memcpy(&first, x + row * x_stride, sizeof first);
+                    memcpy(&second, x + row * x_stride + InIntegers::kPerUnit, sizeof second);
+                    const __m256i a = _mm256_set1_epi32(first), b = _mm256_set1_epi32(second);
+#pragma GCC unroll 2
+                    for (int vector = 0; vector < kVectors; ++vector) {
+                        const __m256i left = _mm256_add_epi16(a, weights[kVectors + vector]);
+                        const __m256i right = _mm256_add_epi16(b, weights[vector]);
+                        sums[row][vector] += (Words)_mm256_madd_epi16(left, right);
+                    }
+                }
             }
         }
+        Integers products[kRows][kVectors];
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 2
+            for (int vector = 0; vector < kVectors; ++vector)
+                products[row][vector] =
+                    (Integers)(sums[row][vector] - (*cross)[vector] - Grouped::common(x + row * x_stride).cross);
+        add_group(products, x, x_stride, tile, is_first, results);
+        x += Grouped::kCommonValues;
+    }
+}
+
+// Adds the products of all units of a panel with few rows, decoded by each tile for its outputs. There memory decides, and
+// to ask for more than a few lines at once would hold up what is needed now.
+template <int kRows, int kVectors, class Source>
+ALWAYS_INLINE void multiply_decoding(
+    const int16_t* x, int64_t x_stride, Source& source, int num_units, int tile, Pace& pace, float (*results)[kPanel]
+) {
+    constexpr int kUnits = Source::kUnits;
+    for (int unit = 0; unit < num_units; x += Grouped::kCommonValues) {
+        const bool is_first = unit == 0;
+        Integers sums[kRows][kVectors] = {};
+        const int end = least(unit + kGroupUnits, num_units);
+        for (; unit < end; unit += kUnits, x += kUnits * InIntegers::kPerUnit) {
+            Words weights[kUnits][kVectors];
+            source.decode(unit, tile, weights);
+            pace.step();
+#pragma GCC unroll 2
+            for (int i = 0; i < kUnits; ++i) add_pairs(weights[i], x + i * InIntegers::kPerUnit, x_stride, sums);
+        }
+        add_group(sums, x, x_stride, tile, is_first, results);
     }
 }
 
@@ -226,12 +291,9 @@ struct IntegerPanels {
         if (num_rows <= kVectorRows)
             with_rows(num_rows, [&](auto rows) __attribute__((always_inline)) {
                 constexpr int kCount = decltype(rows)::value, kVectors = kCount <= kWholeRows ? kPanelVectors : 2;
-                using Units = DecodedOnTheWay<Source, kVectors>;
-                Pace pace(ahead, kPanelVectors / kVectors * (num_units / Units::kStep));
+                Pace pace(ahead, kPanelVectors / kVectors * (num_units / Source::kUnits));
                 for (int tile = 0; tile < kPanelVectors / kVectors; ++tile)
-                    multiply_integers<kCount>(
-                        x, x_stride, Units{panel.source, tile}, num_units, tile, true, pace, results
-                    );
+                    multiply_decoding<kCount, kVectors>(x, x_stride, panel.source, num_units, tile, pace, results);
             });
         else
             multiply_parts(num_rows, x, x_stride, panel.source, num_units, ahead, results);
@@ -249,16 +311,17 @@ struct IntegerPanels {
     ) {
         constexpr int kTiles = kPanelVectors / DecodedPart::kVectors;
         const int part_units = num_units <= part_.kMostUnits ? num_units : part_.kGroupsUnits;
-        Pace pace(ahead, (num_rows + kVectorRows - 1) / kVectorRows * kTiles * (num_units / part_.kStep));
+        Pace pace(ahead, (num_rows + kPartRows - 1) / kPartRows * kTiles * (num_units / kStepUnits));
         for (int first = 0; first < num_units; first += part_units) {
             const int count = least(part_units, num_units - first);
             for (int tile = 0; tile < kTiles; ++tile) {
                 part_.fill(source, first, count, tile);
-                for (int row = 0; row < num_rows; row += kVectorRows)
-                    with_rows(least(kVectorRows, num_rows - row), [&](auto rows) __attribute__((always_inline)) {
-                        multiply_integers<decltype(rows)::value>(
-                            x + row * x_stride, x_stride, part_, count, tile, first == 0, pace, results + row
-                        );
+                for (int row = 0; row < num_rows; row += kPartRows)
+                    with_rows(least(kPartRows, num_rows - row), [&](auto rows) __attribute__((always_inline)) {
+                        if constexpr (decltype(rows)::value <= kPartRows)
+                            multiply_part<decltype(rows)::value>(
+                                x + row * x_stride, x_stride, part_, count, tile, first == 0, pace, results + row
+                            );
                     });
             }
             x += num_values<Grouped>(count * InIntegers::kPerUnit);

@@ -30,7 +30,7 @@ struct Linear {
     int64_t x_stride;
     Form form;            // of the weight
     const void* weight;   // its panels
-    const float* scales;  // of each output, where it is of integers; else null
+    const float* scales;  // of each output, filled up to whole panels, where it is of integers; else null
     const Exception* exceptions;  // where it is coded; else null
     const void* bias;     // of each output, or null
     void* out;            // [num_rows][num_outputs], or half as many where gated; rows out_stride values apart
@@ -79,29 +79,38 @@ template <class Element>
 ALWAYS_INLINE void finish_rows(const Linear& a, int64_t first_row, int num_rows, int64_t panel, float (*sums)[kPanel]) {
     using Value = typename Element::Value;
     const int first = (int)panel * kPanel, count = least(kPanel, a.num_outputs - first);
-    const auto* bias = static_cast<const Value*>(a.bias);
-    for (int row = 0; a.scales != nullptr && row < num_rows; ++row) {
-        int i = 0;
-        for (; i + kWidth <= count; i += kWidth)
-            store_floats(sums[row] + i, load_floats(sums[row] + i) * load_floats(a.scales + first + i));
-        for (; i < count; ++i) sums[row][i] *= a.scales[first + i];
-    }
-    for (int row = 0; bias != nullptr && row < num_rows; ++row)
-        for (int i = 0; i < count; ++i) sums[row][i] += Element::widen(bias[first + i]);
+    float bias[kPanel] = {};
+    for (int i = 0; a.bias != nullptr && i < count; ++i)
+        bias[i] = Element::widen(static_cast<const Value*>(a.bias)[first + i]);
+    const auto finished = [&](int row, int i) __attribute__((always_inline)) {
+        Floats x = load_floats(sums[row] + i);
+        if (a.scales != nullptr) x *= load_floats(a.scales + first + i);
+        return a.bias != nullptr ? x + load_floats(bias + i) : x;
+    };
     if (a.widened) {
         float* out = static_cast<float*>(a.out) + first_row * a.out_stride + first;
-        for (int row = 0; row < num_rows; ++row, out += a.out_stride) memcpy(out, sums[row], count * sizeof *out);
+        for (int row = 0; row < num_rows; ++row, out += a.out_stride) {
+            for (int i = 0; i < kPanel; i += kWidth) store_floats(sums[row] + i, finished(row, i));
+            memcpy(out, sums[row], count * sizeof *out);
+        }
     } else if (a.gated) {
         Value* out = static_cast<Value*>(a.out) + first_row * a.out_stride + first / 2;
         for (int row = 0; row < num_rows; ++row, out += a.out_stride)
+#pragma GCC unroll 2
             for (int i = 0; i < kPanel / 2; i += kWidth) {
-                const Floats gate = Element::rounded(load_floats(sums[row] + i));
-                const Floats value = Element::rounded(load_floats(sums[row] + kPanel / 2 + i));
+                const Floats gate = Element::rounded(finished(row, i));
+                const Floats value = Element::rounded(finished(row, kPanel / 2 + i));
                 Element::store(out + i, Element::rounded(silu(gate)) * value);
             }
     } else {
         Value* out = static_cast<Value*>(a.out) + first_row * a.out_stride + first;
-        for (int row = 0; row < num_rows; ++row, out += a.out_stride) convert<Float32, Element>(sums[row], out, count);
+        for (int row = 0; row < num_rows; ++row, out += a.out_stride)
+            if (count == kPanel) {
+#pragma GCC unroll 4
+                for (int i = 0; i < kPanel; i += kWidth) Element::store(out + i, finished(row, i));
+            } else {
+                for (int i = 0; i < count; ++i) out[i] = Element::narrow(finished(row, i / kWidth * kWidth)[i % kWidth]);
+            }
     }
 }
 
