@@ -1,9 +1,9 @@
 """Linear layers in C++: weights packed once, in the layout that `csrc/linear.hpp` reads, and their products.
 
 A weight stands in panels of 32 outputs: [panel, inputs / unit, 32] units of 2 bfloat16, or of 1 value of another dtype;
-as int8 [panel, inputs, 32]; of bfloat16 as integers, where a CPU has no product of bfloat16 and the weight allows it,
-as `csrc/integers.hpp` says, or coded, if few values are exceptions, as `csrc/coded.hpp` says. The last panel is filled
-up with zeros. Where the layer is gated, a panel is 16 gates and the 16 values that they are for.
+as int8 [panel, inputs, 32]; of bfloat16 as integers, where there is AVX2 and nothing more and the weight allows it, as
+`csrc/integers.hpp` says, or coded, if few values are exceptions, as `csrc/coded.hpp` says. The last panel is filled up
+with zeros. Where the layer is gated, a panel is 16 gates and the 16 values that they are for.
 """
 
 import enum
@@ -57,7 +57,7 @@ class Panels(NamedTuple):
     Attributes:
         form: of the panels.
         values: the panels.
-        scales: of each output, and zeros to whole panels, where they are of integers.
+        scales: of each output, and zeros to whole panels, where they are int8 or integers.
         exceptions: where they are coded.
     """
 

@@ -90,10 +90,22 @@ def test_values_up_to_64_times_smaller_than_an_outputs_largest_are_multiplied_as
     weight[:, places * 64] = mantissas[:, None] * 2.0 ** -(places % 7) * (-1.0) ** places
     weight[0, 64] = 0
     layer = CpuKernels(level).linear(weight.bfloat16(), None, widened=True)
+    assert (layer.form is Form.INTEGERS) == (level == "avx2")
     one_by_one = torch.eye(576)[places * 64].bfloat16()
     rows = one_by_one.repeat(-(-num_rows // 9), 1)
     found = torch.cat([layer(part) for part in rows.split(num_rows)])
-    torch.testing.assert_close(found[:9], weight[:, places * 64].T, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, weight[:, places * 64].T.repeat(-(-num_rows // 9), 1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)])
+def test_the_largest_values_side_by_side_are_multiplied_as_they_are(level, signs):
+    # A row's largest beside a weight's, in one unit of two inputs and in the next.
+    weight, x = torch.zeros(32, 576), torch.zeros(13, 576)
+    weight[:, :4], x[:, :4] = signs[0] * 255.0, signs[1] * 128.0
+    weight[:, 300], x[:, 302], x[:, 303] = 255, 128, -128
+    found = CpuKernels(level).linear(weight.bfloat16(), None, widened=True)(x.bfloat16())
+    torch.testing.assert_close(found, x @ weight.T, rtol=1e-6, atol=0)
 
 
 @pytest.mark.skipif("avx2" not in LEVELS, reason="no AVX2 here")
@@ -106,6 +118,7 @@ def test_a_weight_is_of_integers_where_there_is_no_product_of_bfloat16_and_round
     assert kernels.linear(weight, None).form is Form.CODED
     weight[3, 5] = torch.nan
     assert kernels.linear(weight, None).form is Form.CODED
+    assert kernels.linear(weight[:, :0], weight[:, 0])(weight[:3, :0]).equal(weight[:, 0].expand(3, -1))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -134,21 +147,24 @@ def test_a_weight_with_values_far_larger_than_others_is_multiplied_without_round
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("num_inputs", [64, 1536])
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_a_sum_of_equal_products_as_large_as_they_get_does_not_overflow(level, num_inputs, sign):
-    weight = torch.full((33, num_inputs), 0.7, dtype=torch.bfloat16)
-    x = torch.full((7, num_inputs), sign * 255.0, dtype=torch.bfloat16)
-    found = CpuKernels(level).linear(weight, None, widened=True)(x)
-    torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=1e-3, atol=0)
+@pytest.mark.parametrize("value", [0.7, 255 / 256])  # the latter comes to 0.996 of what 32 bits hold
+def test_a_sum_of_equal_products_as_large_as_they_get_does_not_overflow(level, num_inputs, sign, value):
+    weight = torch.full((33, num_inputs), value, dtype=torch.bfloat16)
+    for num_rows in (1, 5, 7, 12):
+        x = torch.full((num_rows, num_inputs), sign * 255.0, dtype=torch.bfloat16)
+        found = CpuKernels(level).linear(weight, None, widened=True)(x)
+        torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_rows_of_zeros_and_outputs_of_zeros_give_zeros(level):
-    weight, x = random(40, 128, dtype=torch.bfloat16), random(3, 128, dtype=torch.bfloat16, seed=1)
+    weight, x = random(40, 128, dtype=torch.bfloat16), random(9, 128, dtype=torch.bfloat16, seed=1)
     weight[11] = x[1] = 0
-    found = CpuKernels(level).linear(weight, None)(x)
-    assert found[1].eq(0).all()
-    assert found[:, 11].eq(0).all()
-    assert found[0].ne(0).sum() == 39
+    layer = CpuKernels(level).linear(weight, None)
+    for found in (layer(x), layer(x[:3])):
+        assert found[1].eq(0).all()
+        assert found[:, 11].eq(0).all()
+        assert found[0].ne(0).sum() == 39
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -182,7 +198,8 @@ def test_a_gated_product_is_the_twins(level, dtype, name):
     weight, bias = random(96, 64, dtype=dtype) / 8, random(96, dtype=dtype, seed=1)
     layer = getattr(CpuKernels(level), name)(weight, bias, gated=True)
     twin = {"linear": linear, "int8_linear": int8_linear}[name](weight, bias, gated=True)
-    for num_tokens in (1, 5, 29):
+    # The last ones are more than one chunk of converted rows, and three panels for each.
+    for num_tokens in (1, 5, 29, NUM_IN_TWO_CHUNKS):
         x = random(num_tokens, 64, dtype=dtype, seed=2)
         torch.testing.assert_close(layer(x), twin(x), rtol=2e-2, atol=4 * TOLERANCES[dtype])
 
@@ -263,13 +280,14 @@ def test_a_quantized_weight_is_off_by_half_a_step_at_most_and_zero_stays_zero():
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_is_not_finite_stays_in_its_row(level):
     layer = CpuKernels(level).linear(random(32, 64, dtype=torch.bfloat16), None)
-    x = random(3, 64, dtype=torch.bfloat16, seed=1)
+    x = random(9, 64, dtype=torch.bfloat16, seed=1)
     expected = layer(x)
+    others = [0, *range(2, 9)]
     for value in (torch.nan, torch.inf, -torch.inf):
         x[1, 5] = value
-        found = layer(x)
-        assert not found[1].isfinite().any()
-        assert found[[0, 2]].equal(expected[[0, 2]])
+        for found in (layer(x), torch.cat([layer(x[:3]), layer(x[3:])])):
+            assert not found[1].isfinite().any()
+            assert found[others].equal(expected[others])
     x[1, 5] = torch.nan
     assert layer(x)[1].isnan().all()
 

@@ -108,20 +108,20 @@ class Ahead {
     Span span_ = {};             // of the context, begun with
 };
 
-// The same in steps of as many bytes each, for which less has to be found before the first one.
+// The same in steps of as many bytes each. What stands side by side is found on the way, and not before the first step.
 class Pace {
   public:
     Pace(Ahead& ahead, int num_steps) : ahead_(ahead), step_bytes_((ahead.num_bytes() + num_steps - 1) / num_steps) {}
 
     ALWAYS_INLINE void step() {
         due_ += step_bytes_;
-        if (__builtin_expect(due_ > end_, 0)) return cross();
+        if (__builtin_expect(due_ > end_, 0)) return enter_next();
         for (; line_ < due_; line_ += 64) __builtin_prefetch(line_, 0, 2);
     }
 
   private:
     // As `step`, over the end of what stands side by side.
-    __attribute__((noinline)) void cross() {
+    __attribute__((noinline)) void enter_next() {
         while (due_ > end_) {
             for (; line_ < end_; line_ += 64) __builtin_prefetch(line_, 0, 2);
             const int64_t left = due_ - end_;

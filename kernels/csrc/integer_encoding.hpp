@@ -10,7 +10,7 @@ struct IntegerEncoding {
     const uint16_t* weight;  // [num_outputs][num_inputs]
     int num_outputs, num_inputs;
     char* panels;   // [panels][num_inputs / 4] IntegerPair
-    float* scales;  // of each output
+    float* scales;  // [num_outputs]
 };
 
 #if defined(INTEGERS)
@@ -33,8 +33,8 @@ inline float integer_scale(const uint16_t* values, int num_inputs) {
         most_sum = group_sum > most_sum ? group_sum : most_sum;
     }
     if (all == 0.0f) return 0.0f;
-    const float least = most / kMostRight > most_sum / kMostSum ? most / kMostRight : most_sum / kMostSum;
-    const float scale = float_of((bits_of(least) + 0x007FFFFFu) & 0xFF800000u);
+    const float bound = most / kMostRight > most_sum / kMostSum ? most / kMostRight : most_sum / kMostSum;
+    const float scale = float_of((bits_of(bound) + 0x007FFFFFu) & 0xFF800000u);
     if (!(scale > 1e-30f && scale < 1e30f)) return -1.0f;
     Floats squares = {};  // of what rounding changes, in scales
     for (int i = 0; i < num_inputs; i += kWidth) {
@@ -42,7 +42,7 @@ inline float integer_scale(const uint16_t* values, int num_inputs) {
         const Floats change = integer - (Floats)_mm256_round_ps((__m256)integer, _MM_FROUND_TO_NEAREST_INT);
         squares += change * change;
     }
-    // 1.25 of their mean size is the root mean square of values without outliers, which count less in it than in their own.
+    // The root mean square of values without outliers is 1.25 of their mean size, in which outliers count for less.
     const float allowed = kBfloat16Rounds * 1.25f * all / num_inputs / scale;
     return sum_of(squares) <= allowed * allowed * num_inputs ? scale : -1.0f;
 }
@@ -102,14 +102,14 @@ inline void write_outputs(const IntegerEncoding& a, IntegerPair* panel, int64_t 
     }
 }
 
-struct IntegersJob {
+struct IntegerEncodingJob {
     IntegerEncoding a;
     bool fits;
     Counter panels;
 };
 
 inline void encode_integer_panels(void* data) {
-    IntegersJob& job = *static_cast<IntegersJob*>(data);
+    IntegerEncodingJob& job = *static_cast<IntegerEncodingJob*>(data);
     const IntegerEncoding& a = job.a;
     for (int64_t number = job.panels.take(1); number < job.panels.count; number = job.panels.take(1)) {
         const int64_t first = number * kPanel;
@@ -130,8 +130,8 @@ inline void encode_integer_panels(void* data) {
 // then.
 inline bool encode_integers(const IntegerEncoding& a, const Threads& threads) {
 #if defined(INTEGERS)
-    if (a.num_inputs % kLeastGroup != 0) return false;
-    IntegersJob job = {a, true, {0, (a.num_outputs + kPanel - 1) / kPanel}};
+    if (a.num_inputs == 0 || a.num_inputs % kLeastGroup != 0) return false;
+    IntegerEncodingJob job = {a, true, {0, (a.num_outputs + kPanel - 1) / kPanel}};
     run_on(threads, true, encode_integer_panels, &job);
     return job.fits;
 #else

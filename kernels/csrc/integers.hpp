@@ -1,12 +1,12 @@
-// Products of bfloat16 by integers of 16 bits, where the instruction set has a product for these and none for bfloat16:
-// two multiplications in each lane at once, and none of the shifts that make two float32 of two bfloat16.
+// Products of bfloat16 by integers of 16 bits, where there is AVX2 and nothing more: two multiplications in each lane at
+// once, and none of the shifts that make two float32 of two bfloat16.
 //
-// A bfloat16 has 8 significant bits, so an integer of 14 is room for it and for what its neighbours are larger, up to 64
-// times. So each group of 256 inputs of a row has one scale, as in block floating point (Wilkinson 1963, "Rounding Errors
-// in Algebraic Processes"), and each output of a weight has one, a power of two as small as the sums allow: those of a
-// group are exact in 32 bits, whatever the row. What is rounded are the least values, and much less than bfloat16 has
-// rounded all of them before (docs/performance.md); where it would be as much in one output, a weight is multiplied in
-// float32.
+// A bfloat16 has 8 significant bits, and an integer of 14 has room for what its neighbours are larger, so one scale serves
+// many, as in block floating point (Wilkinson 1963, "Rounding Errors in Algebraic Processes"). Of a row each group of 256
+// inputs has one, by which its largest value is 8191, and all are rounded to it. Of a weight each output has one, a power
+// of two as small as the sums allow: those of a group are exact in 32 bits, whatever the row. There only values are rounded
+// that are less than a 128th of the largest one that the scale has room for. Both is much less than bfloat16 has rounded
+// before (docs/performance.md); where it would be as much in one output, a weight is multiplied in float32.
 //
 // A weight's integer is one of 8 bits times a power of two, and so it takes 12 bits in memory, as in coded.hpp.
 #pragma once
@@ -18,8 +18,8 @@ namespace {
 // Inputs of a group, and what they are multiples of in a row's last one.
 constexpr int kGroup = 256, kLeastGroup = 64;
 
-// Two units of a panel, of 32 outputs by 2 inputs each. A value's size is multiplied by what its code stands for: 0, a
-// power of two, 1 to 64, or 8 more for the same with a minus sign.
+// Two units of a panel, of 32 outputs by 2 inputs each. A value's size is multiplied by what its code stands for: code 0
+// for 0, 1 to 7 for the powers of two from 1 to 64, and 9 to 15 for the same with a minus sign.
 struct IntegerPair {
     uint8_t sizes[2][2 * kPanel];
     uint8_t codes[2 * kPanel];  // lower half: of the first unit's value at the same place; upper half: of the second's
@@ -54,7 +54,7 @@ struct Grouped {
         return found;
     }
 
-    // A group's integers and scale from its bfloat16. What is less than 2^-100 counts as zero; where one value is not
+    // A group's integers, and what they have in common, from its bfloat16. What is less than 2^-100 counts as zero; where one value is not
     // finite, none of the group's is.
     static ALWAYS_INLINE void store(Value* to, const uint16_t* from, int count) {
         __m256i most = _mm256_setzero_si256();
@@ -99,26 +99,19 @@ ALWAYS_INLINE void convert_row<Bfloat16, Grouped>(const uint16_t* from, int16_t*
 
 struct InIntegers {
     using Left = Grouped;
-    using Unit = uint32_t;
     using Loaded = Words;
     static constexpr int kPerUnit = 2;
-
-    static ALWAYS_INLINE Words load(const Unit* from) { return load_words(from); }
 };
 
 constexpr int kGroupUnits = kGroup / InIntegers::kPerUnit;
 constexpr int kPartRows = 4;    // of a tile, where units stand in memory
 constexpr int kStepUnits = 16;  // between which memory is asked for there
+static_assert(kGroup % kLeastGroup == 0 && kLeastGroup % (kStepUnits * InIntegers::kPerUnit) == 0, "steps fill groups");
 
 // A panel of pairs.
 struct IntegerUnits {
     static constexpr int kUnits = 2;
     const IntegerPair* pairs;
-
-    template <int kVectors>
-    static constexpr int output(int tile, int vector) {
-        return (tile * kVectors + vector) * kWidth;
-    }
 
     template <int kVectors>
     ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) const {
@@ -162,8 +155,9 @@ ALWAYS_INLINE void add_pairs(
 // Some of a panel's units, decoded: those of a tile's outputs.
 struct DecodedPart {
     static constexpr int kVectors = 2;
-    // So many stay in the first cache while all rows go past them, and some of these rows too; of whole groups.
-    static constexpr int kMostUnits = 288, kGroupsUnits = kMostUnits / kGroupUnits * kGroupUnits;
+    // So many stay in the first cache while all rows go past them, and some of these rows too. A panel of more is worked
+    // on in parts of whole groups.
+    static constexpr int kMostUnits = 288, kWholeGroups = kMostUnits / kGroupUnits * kGroupUnits;
     alignas(64) uint32_t words[kMostUnits][kVectors * kWidth];
     Words cross[kMostUnits / kGroupUnits + 1][kVectors];  // of each group, see `multiply_part`
 
@@ -176,7 +170,7 @@ struct DecodedPart {
             for (const int end = least(unit + kGroupUnits, count); unit < end; unit += Source::kUnits) {
                 Words decoded[Source::kUnits][kVectors];
                 source.decode(first + unit, tile, decoded);
-                memcpy(words[unit], decoded, sizeof decoded);
+                for (int i = 0; i < Source::kUnits; ++i) memcpy(words[unit + i], decoded[i], sizeof decoded[i]);
                 for (int vector = 0; vector < kVectors; ++vector)
                     sums[vector] += (Words)_mm256_madd_epi16((__m256i)decoded[0][vector], (__m256i)decoded[1][vector]);
             }
@@ -281,7 +275,7 @@ struct IntegerPanels {
     using Product = InIntegers;
     static constexpr int kRows = kConvertedRows;
     static constexpr bool kDecodes = true;
-    static constexpr int kMostDecodingRows = kRows;
+    static constexpr int kMostDecodingRows = kRows;  // `multiply` decodes, whatever the rows
 
     template <class Source>
     void multiply(
@@ -310,7 +304,7 @@ struct IntegerPanels {
         float (*results)[kPanel]
     ) {
         constexpr int kTiles = kPanelVectors / DecodedPart::kVectors;
-        const int part_units = num_units <= part_.kMostUnits ? num_units : part_.kGroupsUnits;
+        const int part_units = num_units <= part_.kMostUnits ? num_units : part_.kWholeGroups;
         Pace pace(ahead, (num_rows + kPartRows - 1) / kPartRows * kTiles * (num_units / kStepUnits));
         for (int first = 0; first < num_units; first += part_units) {
             const int count = least(part_units, num_units - first);

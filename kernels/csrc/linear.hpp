@@ -7,7 +7,7 @@
 // Of a quantized weight each value is an int8, [inputs][32] in each panel, and each output has a scale. An int8 is a
 // number of every other kind too: the sum runs over the integers themselves, and is multiplied by the scale once.
 // A weight of bfloat16 may be coded (coded.hpp): its panels are shorter, and its values the same. Or it may be of integers
-// (integers.hpp): its panels are as short, and products take half of the time.
+// (integers.hpp): its panels are as short, and many rows take half of the time that they take in float32.
 //
 // An output is one sum, made in one order (panels.hpp): neither the batch nor the threads change a bit of it.
 #pragma once
@@ -30,7 +30,7 @@ struct Linear {
     int64_t x_stride;
     Form form;            // of the weight
     const void* weight;   // its panels
-    const float* scales;  // of each output, filled up to whole panels, where it is of integers; else null
+    const float* scales;  // of each output, filled up to whole panels, where it is int8 or integers; else null
     const Exception* exceptions;  // where it is coded; else null
     const void* bias;     // of each output, or null
     void* out;            // [num_rows][num_outputs], or half as many where gated; rows out_stride values apart
@@ -58,14 +58,14 @@ struct Linear {
 };
 
 // Shared out in items: a panel for a chunk of rows. All panels come for the first chunk, then all for the next. Where a
-// panel's outputs are half a cache line of a row's, a thread takes two, so that no other one writes to the same line.
+// panel's outputs are half a cache line of a row's, a thread takes two, so that others hardly write to the same line.
 struct LinearJob {
     Linear a;
     int num_threads;
     int64_t next_item;
     bool out_of_memory;
 
-    int64_t num_taken() const { return a.gated ? 2 : 1; }
+    int64_t num_taken() const { return a.gated && size_of(a.dtype) == 2 ? 2 : 1; }
     int64_t take() { return __atomic_fetch_add(&next_item, num_taken(), __ATOMIC_RELAXED); }
     // What a thread does behind an item, and what that will probably be.
     int64_t take_behind(int64_t item) { return (item + 1) % num_taken() == 0 ? take() : item + 1; }
@@ -109,7 +109,9 @@ ALWAYS_INLINE void finish_rows(const Linear& a, int64_t first_row, int num_rows,
 #pragma GCC unroll 4
                 for (int i = 0; i < kPanel; i += kWidth) Element::store(out + i, finished(row, i));
             } else {
-                for (int i = 0; i < count; ++i) out[i] = Element::narrow(finished(row, i / kWidth * kWidth)[i % kWidth]);
+                Value values[kPanel];
+                for (int i = 0; i < kPanel; i += kWidth) Element::store(values + i, finished(row, i));
+                memcpy(out, values, count * sizeof *out);
             }
     }
 }
@@ -187,9 +189,13 @@ void run_panels(void* data) {
     const int64_t num_panels = a.num_panels(), panel_bytes = a.panel_bytes();
     RowChunks<Element, typename Product::Left> chunks(a);
     const int64_t num_items = num_panels * chunks.count();
-    // Rows, and a panel that is decoded.
+    // For more rows than these a panel is decoded once, into memory.
+    constexpr int kMostDecoding = kForm == Form::kInt8 ? Panels::kRows : Panels::kMostDecodingRows;
+    constexpr bool kStoresPanel = kForm != Form::kPlain && kMostDecoding < kConvertedRows;
+    // Rows, and such a panel.
     using Value = typename Product::Left::Value;
-    char* memory = static_cast<char*>(aligned_alloc(64, chunks.bytes() + sizeof(uint32_t) * num_units * kPanel));
+    const int64_t panel_values = kStoresPanel ? (int64_t)num_units * kPanel : 0;
+    char* memory = static_cast<char*>(aligned_alloc(64, chunks.bytes() + sizeof(uint32_t) * panel_values + 64));
     if (memory == nullptr) {
         __atomic_store_n(&job.out_of_memory, true, __ATOMIC_RELAXED);
         return;
@@ -209,12 +215,10 @@ void run_panels(void* data) {
         const auto run = [&](auto panel) __attribute__((always_inline)) {
             run_panel<Panels, Element>(a, panels, number, panel, rows, next, ahead);
         };
-        // For many rows a panel is decoded once, into memory.
-        constexpr int kMostDecoding = kForm == Form::kInt8 ? Panels::kRows : Panels::kMostDecodingRows;
         const auto decode_and_run = [&](auto source) __attribute__((always_inline)) {
             if constexpr (Panels::kDecodes)
                 if (rows.count <= kMostDecoding) return run(Decoded<Product, decltype(source)>{source});
-            if constexpr (kMostDecoding < kConvertedRows) {
+            if constexpr (kStoresPanel) {
                 for (int unit = 0; unit < num_units; unit += source.kUnits) {
                     Words words[source.kUnits][kPanelVectors];
                     source.decode(unit, 0, words);

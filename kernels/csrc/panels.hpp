@@ -52,13 +52,6 @@ struct Plain {
         return (tile * kVectors + vector) * kWidth;
     }
 
-    template <class Loaded, int kVectors>
-    ALWAYS_INLINE void load(int unit, int tile, Loaded (&loaded)[kUnits][kVectors]) const {
-        const auto* from = units + (int64_t)unit * kPanel + output<kVectors>(tile, 0);
-#pragma GCC unroll 8
-        for (int vector = 0; vector < kVectors; ++vector) loaded[0][vector] = Product::load(from + vector * kWidth);
-    }
-
     // Adds the products of a unit with rows of x. It is loaded again for each of its parts, and the compiler is not to know
     // that it is the same: kept between them it would take the registers of two sums.
     template <int kRows, int kVectors>
