@@ -99,7 +99,9 @@ def test_a_rank_that_nobody_asks_and_fails_is_told_of_with_its_traceback(caplog)
         assert lost.wait(10)
         with pytest.raises(RankLost, match="rank 1 failed"):
             executor.launch(step(step_id=2)).result()
-    assert 'raise RuntimeError("boom")' in caplog.messages[-1]
+    # Rank 0, whose pipe is closed meanwhile, may log behind it.
+    (told,) = [message for message in caplog.messages if message.startswith("ranks lost")]
+    assert 'raise RuntimeError("boom")' in told
 
 
 def test_a_rank_that_goes_without_a_word_is_missed_while_nothing_runs(caplog):
