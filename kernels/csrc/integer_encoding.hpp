@@ -130,7 +130,7 @@ inline void encode_integer_panels(void* data) {
 // then.
 inline bool encode_integers(const IntegerEncoding& a, const Threads& threads) {
 #if defined(INTEGERS)
-    if (a.num_inputs == 0 || a.num_inputs % kLeastGroup != 0) return false;
+    if (!IntegerPanels::fits(a.num_inputs)) return false;
     IntegerEncodingJob job = {a, true, {0, (a.num_outputs + kPanel - 1) / kPanel}};
     run_on(threads, true, encode_integer_panels, &job);
     return job.fits;

@@ -136,6 +136,26 @@ struct IntegerUnits {
     }
 };
 
+// Such a panel of int8, [inputs][32].
+struct Int8Units {
+    static constexpr int kUnits = 2;
+    const int8_t* values;
+
+    template <int kVectors>
+    ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) const {
+#pragma GCC unroll 2
+        for (int i = 0; i < kUnits; ++i)
+#pragma GCC unroll 2
+            for (int half = 0; half < kVectors / 2; ++half) {
+                const int8_t* from = values + ((int64_t)(unit + i) * 2 * kPanel + (tile + half) * (kPanel / 2));
+                const __m128i first = _mm_loadu_si128((const __m128i*)from);
+                const __m128i second = _mm_loadu_si128((const __m128i*)(from + kPanel));
+                words[i][2 * half] = (Words)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(first, second));
+                words[i][2 * half + 1] = (Words)_mm256_cvtepi8_epi16(_mm_unpackhi_epi8(first, second));
+            }
+    }
+};
+
 // Adds the products of a unit's pairs with those of the rows.
 template <int kRows, int kVectors>
 ALWAYS_INLINE void add_pairs(
@@ -276,6 +296,9 @@ struct IntegerPanels {
     static constexpr int kRows = kConvertedRows;
     static constexpr bool kDecodes = true;
     static constexpr int kMostDecodingRows = kRows;  // `multiply` decodes, whatever the rows
+    using Int8Source = Int8Units;
+
+    static bool fits(int num_inputs) { return num_inputs > 0 && num_inputs % kLeastGroup == 0; }
 
     template <class Source>
     void multiply(

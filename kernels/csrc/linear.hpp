@@ -231,7 +231,7 @@ void run_panels(void* data) {
         if constexpr (kForm == Form::kPlain) {
             run(Plain<Product>{reinterpret_cast<const typename Product::Unit*>(at)});
         } else if constexpr (kForm == Form::kInt8) {
-            decode_and_run(Quantized<Product::kPerUnit>{reinterpret_cast<const int8_t*>(at)});
+            decode_and_run(typename Panels::Int8Source{reinterpret_cast<const int8_t*>(at)});
         } else if constexpr (kForm == Form::kCoded) {
             const CodedPanel* panel = reinterpret_cast<const CodedPanel*>(at);
             decode_and_run(Coded{panel, a.exceptions + panel->first_exception});
@@ -262,6 +262,8 @@ Work linear_work(const Linear& a) {
     if (a.dtype == kFloat16) return linear_work_by<VectorPanels<InFloat32<Float16>>, Float16>(a);
 #if defined(INTEGERS)
     if (a.form == Form::kIntegers) return run_panels<IntegerPanels, Bfloat16, Form::kIntegers>;
+    if (a.form == Form::kInt8 && IntegerPanels::fits(a.num_inputs))
+        return run_panels<IntegerPanels, Bfloat16, Form::kInt8>;
 #endif
 #if defined(TILES)
     if (TilePanels::fits(a.num_inputs)) return linear_work_by<TilePanels, Bfloat16>(a);

@@ -198,6 +198,7 @@ struct VectorPanels {
     // The most rows with which each tile decodes a coded panel for itself: beyond, what that saves of the way through
     // memory is less than what it costs again and again.
     static constexpr int kMostDecodingRows = kVectorRows == 12 ? 120 : kVectorRows;
+    using Int8Source = Quantized<Product::kPerUnit>;
 
     template <class Panel>
     void multiply(
@@ -223,6 +224,7 @@ struct TilePanels {
         using Unit = uint32_t;
     };
     static constexpr int kRows = 32, kMostDecodingRows = 0;
+    using Int8Source = Quantized<Product::kPerUnit>;
     static constexpr bool kDecodes = false;
 
     static bool fits(int num_inputs) { return num_inputs % 32 == 0; }
