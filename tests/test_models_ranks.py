@@ -1,5 +1,7 @@
 """Our own models on ranks: what several say together is what one says, whichever way the model is shared out."""
 
+import time
+
 import pytest
 from models_fakes import assert_alike, ours, save, tiny_model
 from ranks_fakes import ThreadRunner
@@ -106,5 +108,8 @@ def test_what_a_head_has_packed_is_not_kept_for_an_embedding_at_another_stage(ch
 @pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
 def test_a_step_without_tokens_is_not_timed_from_the_hidden_states_of_the_one_before(checkpoint):
     with ThreadRunner(checkpoint, 1, 2) as ranks:
-        full = ranks.execute(step(Row(1, PROMPT, [0, 1]), new={1: GREEDY}))
-        assert ranks.execute(step()).timings.forward_ms < full.timings.forward_ms
+        ranks.execute(step(Row(1, PROMPT, [0, 1]), new={1: GREEDY}))
+        begun = time.perf_counter()
+        forward_ms = ranks.execute(step()).timings.forward_ms
+        took_ms = 1e3 * (time.perf_counter() - begun)
+    assert forward_ms <= 2 * took_ms, "each of two stages tells its part, and no longer than the step"
