@@ -126,9 +126,12 @@ class Podman:
 
     def _make_base_image(self) -> None:
         root = STATE / "rootfs"
-        shutil.rmtree(root, ignore_errors=True)
+        if root.exists():
+            shutil.rmtree(root)
         include = "--include=python3,python3-pip,python3-venv,ca-certificates"
-        step("base-image", ["debootstrap", "--variant=minbase", include, DEBIAN_RELEASE, root], timeout_s=1200)
+        # What debootstrap mounts into `root` must go with it even if it is killed: the next run removes that folder.
+        command = ["unshare", "--mount", "debootstrap", "--variant=minbase", include, DEBIAN_RELEASE, root]
+        step("base-image", command, timeout_s=1200)
         for pattern in ("var/cache/apt/*.bin", "var/cache/apt/archives/*.deb", "var/lib/apt/lists/*_*"):
             for path in root.glob(pattern):
                 path.unlink()
