@@ -127,7 +127,7 @@ def test_a_value_that_is_far_larger_than_others_costs_its_neighbours_alone(level
     layer = CpuKernels(level).linear(weight, None, widened=True)
     x[4, 100] = 1e6
     weight_far_away = weight.clone()
-    weight_far_away[:, :256] = 0
+    weight_far_away[:, :320] = 0
     found = CpuKernels(level).linear(weight_far_away, None, widened=True)(x)
     expected = x.double() @ weight_far_away.double().T
     assert rms(found[4] - expected[4]) <= 1e-3 * rms(expected[4])

@@ -39,11 +39,11 @@ struct Bfloat16 {
     static ALWAYS_INLINE Floats load(const Value* from) {
         return (Floats)(__builtin_convertvector(load_halves(from), Words) << 16);
     }
-    // The upper halves of the result are zero.
+    // The upper halves of the result are zero. A NaN stays one if it comes of arithmetic with what is widened here: the
+    // lower half is zero then.
     static ALWAYS_INLINE Words bits(Floats x) {
         const Words words = (Words)x;
-        const Words nearest = (words + 0x7FFFu + ((words >> 16) & 1u)) >> 16;
-        return x == x ? nearest : Words{} + 0x7FC0u;
+        return (words + 0x7FFFu + ((words >> 16) & 1u)) >> 16;
     }
     static ALWAYS_INLINE void store(Value* to, Floats x) {
 #if defined(__AVX512BF16__)
@@ -128,7 +128,12 @@ ALWAYS_INLINE void convert(const typename From::Value* from, typename To::Value*
         memcpy(to, from, count * sizeof *to);
     } else {
         int i = 0;
-        for (; i + kWidth <= count; i += kWidth) To::store(to + i, From::load(from + i));
+        for (; i + kWidth <= count; i += kWidth) {
+            const Floats x = From::load(from + i);
+            // In float32 a NaN may have any bits.
+            const Floats known = x == x ? x : broadcast(__builtin_nanf(""));
+            To::store(to + i, From::kDtype == kFloat32 ? known : x);
+        }
         for (; i < count; ++i) to[i] = To::narrow(From::widen(from[i]));
     }
 }

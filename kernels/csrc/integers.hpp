@@ -2,7 +2,7 @@
 // once, and none of the shifts that make two float32 of two bfloat16.
 //
 // A bfloat16 has 8 significant bits, and an integer of 14 has room for what its neighbours are larger, so one scale serves
-// many, as in block floating point (Wilkinson 1963, "Rounding Errors in Algebraic Processes"). Of a row each group of 256
+// many, as in block floating point (Wilkinson 1963, "Rounding Errors in Algebraic Processes"). Of a row each group of 320
 // inputs has one, by which its largest value is 8191, and all are rounded to it. Of a weight each output has one, a power
 // of two as small as the sums allow: those of a group are exact in 32 bits, whatever the row. There only values are rounded
 // that are less than a 128th of the largest one that the scale has room for. Both is much less than bfloat16 has rounded
@@ -16,7 +16,7 @@
 namespace {
 
 // Inputs of a group, and what they are multiples of in a row's last one.
-constexpr int kGroup = 256, kLeastGroup = 64;
+constexpr int kGroup = 320, kLeastGroup = 64;
 
 // Two units of a panel, of 32 outputs by 2 inputs each. A value's size is multiplied by what its code stands for: code 0
 // for 0, 1 to 7 for the powers of two from 1 to 64, and 9 to 15 for the same with a minus sign.
