@@ -169,16 +169,16 @@ def test_the_steps_that_are_announced_are_those_that_are_taken():
 # The search for the highest rate
 
 
-@pytest.mark.parametrize("capacity", [2.2, 3.9, 4.3, 7.0, 12.0, 16.0])
+@pytest.mark.parametrize("capacity", [0.6, 1.2, 2.0, 2.2, 3.9, 4.3, 7.0, 12.0, 16.0])
 def test_the_search_finds_the_highest_rate_within_a_tenth(capacity):
-    search = RateSearch({rate: rate <= capacity for rate in RATES}, highest=16.8, num_probes=9)
+    search = RateSearch({rate: rate <= capacity for rate in RATES}, lowest=0.5, highest=16.8, num_probes=9)
     while (rate := search.next_rate) is not None:
         search.take(rate, rate <= capacity)
     assert search.best <= capacity <= search.best * 1.1
 
 
 def test_the_search_ends_when_its_probes_are_used_up():
-    search = RateSearch({2.1: True, 4.2: True}, highest=16.8, num_probes=2)
+    search = RateSearch({2.1: True, 4.2: True}, lowest=0.5, highest=16.8, num_probes=2)
     probes = []
     while (rate := search.next_rate) is not None:
         probes.append(rate)
@@ -187,9 +187,13 @@ def test_the_search_ends_when_its_probes_are_used_up():
     assert search.best == 4.2
 
 
-def test_the_search_does_not_begin_below_the_lowest_rate():
-    search = RateSearch({2.1: False, 4.2: False}, highest=16.8, num_probes=4)
-    assert search.next_rate is None
+def test_the_search_finds_nothing_where_no_rate_down_to_the_lowest_is_kept_to():
+    search = RateSearch({2.1: False, 4.2: False}, lowest=0.5, highest=16.8, num_probes=4)
+    probes = []
+    while (rate := search.next_rate) is not None:
+        probes.append(rate)
+        search.take(rate, kept=False)
+    assert probes == [1.05, 0.525]
     assert search.best is None
 
 

@@ -17,10 +17,10 @@ from bench.compare.variants import Precision, Variant
 from bench.compare.workload import stamped
 from pagewire.bench import BenchError, Record, Workload, metrics
 
-# Requests a second of w4: of the goals, and of all runs before the search, which does not look below the lowest.
+# Requests a second of w4: of the goals, of all runs before the search, and where the search ends.
 GOAL_RATE = 4.2
 RATES = (GOAL_RATE / 2, GOAL_RATE)
-HIGHEST_RATE = 16.8
+LOWEST_RATE, HIGHEST_RATE = 0.5, 16.8
 TPOT_LIMIT_MS = 50.0
 # A search ends when the lowest rate that failed is within this factor of the highest one that did not.
 _NARROW = 1.1
@@ -109,21 +109,26 @@ class RateSearch:
 
     Args:
         known: rates that were played, and whether the limit was kept.
-        highest: the end of the range.
+        lowest, highest: the ends of the range.
         num_probes: at most.
     """
 
-    def __init__(self, known: dict[float, bool], highest: float, num_probes: int) -> None:
+    def __init__(self, known: dict[float, bool], lowest: float, highest: float, num_probes: int) -> None:
         kept = [rate for rate, ok in known.items() if ok]
         failed = [rate for rate, ok in known.items() if not ok]
         self.best = max(kept, default=None)
         self._failed = min((rate for rate in failed if self.best is None or rate > self.best), default=highest)
+        self._lowest = lowest
         self._probes_left = num_probes
 
     @property
     def next_rate(self) -> float | None:
-        """The rate to try; None when the search has ended. Below the lowest rate that was played it does not look."""
-        if self.best is None or not self._probes_left or self._failed <= self.best * _NARROW:
+        """The rate to try; None when the search has ended."""
+        if not self._probes_left:
+            return None
+        if self.best is None:
+            return self._failed / 2 if self._failed / 2 >= self._lowest else None
+        if self._failed <= self.best * _NARROW:
             return None
         return round((self.best * self._failed) ** 0.5, 2)
 
@@ -244,7 +249,7 @@ class Comparison:
         for name in self._live:
             runs = [run for run in self.results.runs if (run.round, run.engine) == (self._round, name)]
             known = {run.rate: _keeps_limit(run) for run in runs if run.rate is not None}
-            searches[name] = RateSearch(known, HIGHEST_RATE, self._num_probes)
+            searches[name] = RateSearch(known, LOWEST_RATE, HIGHEST_RATE, self._num_probes)
         while probes := {name: rate for name, search in searches.items() if (rate := search.next_rate) is not None}:
             self._stamp += 1
             for name, rate in probes.items():
