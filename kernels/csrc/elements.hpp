@@ -129,10 +129,9 @@ ALWAYS_INLINE void convert(const typename From::Value* from, typename To::Value*
     } else {
         int i = 0;
         for (; i + kWidth <= count; i += kWidth) {
-            const Floats x = From::load(from + i);
-            // In float32 a NaN may have any bits.
-            const Floats known = x == x ? x : broadcast(__builtin_nanf(""));
-            To::store(to + i, From::kDtype == kFloat32 ? known : x);
+            Floats x = From::load(from + i);
+            if constexpr (From::kDtype == kFloat32) x = x == x ? x : broadcast(__builtin_nanf(""));  // of any bits there
+            To::store(to + i, x);
         }
         for (; i < count; ++i) to[i] = To::narrow(From::widen(from[i]));
     }
