@@ -56,7 +56,7 @@ class SmallWorker(FakeWorker):
     """The scripted worker with a short context and few blocks, whose sequences end by themselves now and then."""
 
     def __init__(self) -> None:
-        super().__init__(script=self._say, num_blocks=30, num_cpu_blocks=12)
+        super().__init__(script=self._say, num_blocks=18, num_cpu_blocks=12)
 
     async def GetInfo(self, request: Message, context: grpc.aio.ServicerContext) -> Message:
         info = await super().GetInfo(request, context)
