@@ -113,29 +113,32 @@ class Pace {
   public:
     Pace(Ahead& ahead, int num_steps) : ahead_(ahead), step_bytes_((ahead.num_bytes() + num_steps - 1) / num_steps) {}
 
-    ALWAYS_INLINE void step() {
-        due_ += step_bytes_;
-        if (__builtin_expect(due_ > end_, 0)) return enter_next();
-        for (; line_ < due_; line_ += 64) __builtin_prefetch(line_, 0, 2);
+    // The next steps, as many as ask for what stands side by side, but no more than `most`. Between these nothing has to
+    // be found, so that sums stay in registers.
+    ALWAYS_INLINE Run next(int most) {
+        const int count = end_ - at_ >= most * step_bytes_ ? most : find(most);
+        const Run run = {at_, (int)step_bytes_, count};
+        at_ += count * step_bytes_;
+        return run;
     }
 
   private:
-    // As `step`, over the end of what stands side by side.
-    __attribute__((noinline)) void enter_next() {
-        while (due_ > end_) {
-            for (; line_ < end_; line_ += 64) __builtin_prefetch(line_, 0, 2);
-            const int64_t left = due_ - end_;
+    // So many of `most` steps stand side by side, one at least: where what does has less than one, it is asked for, and
+    // more is found.
+    __attribute__((noinline)) int find(int most) {
+        for (int64_t left = step_bytes_; end_ - at_ < left;) {
+            left -= end_ - at_;
+            for (; at_ < end_; at_ += 64) __builtin_prefetch(at_, 0, 2);
             const Span span = ahead_.next();
-            if (span.bytes == 0) step_bytes_ = 0;
-            line_ = span.at, end_ = span.at + span.bytes;
-            due_ = span.bytes == 0 ? end_ : line_ + left;
+            if (span.bytes == 0) step_bytes_ = left = 0;
+            at_ = span.at, end_ = span.at + span.bytes;
         }
-        for (; line_ < due_; line_ += 64) __builtin_prefetch(line_, 0, 2);
+        return step_bytes_ == 0 ? most : least(most, (int)((end_ - at_) / step_bytes_));
     }
 
     Ahead& ahead_;
     int64_t step_bytes_;
-    const char *line_ = nullptr, *due_ = nullptr, *end_ = nullptr;
+    const char *at_ = nullptr, *end_ = nullptr;  // what stands side by side and is not asked for
 };
 
 // Asks for the lines of a run up to that of the next units: from `line` on.

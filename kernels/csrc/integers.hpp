@@ -113,25 +113,23 @@ struct IntegerUnits {
     static constexpr int kUnits = 2;
     const IntegerPair* pairs;
 
+    // Unit `unit + i`, of the two that `unit` begins.
     template <int kVectors>
-    ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) const {
+    ALWAYS_INLINE void decode(int unit, int i, int tile, Words (&words)[kVectors]) const {
         const __m256i factors = _mm256_broadcastsi128_si256(
             _mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64)
         );
-        const IntegerPair& from = pairs[unit / 2];
+        const IntegerPair& from = pairs[unit / kUnits];
 #pragma GCC unroll 2
         for (int half = 0; half < kVectors / 2; ++half) {
+            const __m256i sizes = _mm256_load_si256((const __m256i*)from.sizes[i] + tile + half);
             const __m256i codes = _mm256_load_si256((const __m256i*)from.codes + tile + half);
-#pragma GCC unroll 2
-            for (int i = 0; i < kUnits; ++i) {
-                const __m256i sizes = _mm256_load_si256((const __m256i*)from.sizes[i] + tile + half);
-                const __m256i own_codes = i == 0 ? codes : _mm256_srli_epi16(codes, 4);
-                // Each product is of two neighbours, of which one is not to count: its code is that of 0.
-                const __m256i even = _mm256_and_si256(own_codes, _mm256_set1_epi16(0x000F));
-                const __m256i odd = _mm256_and_si256(own_codes, _mm256_set1_epi16(0x0F00));
-                words[i][2 * half] = (Words)_mm256_maddubs_epi16(sizes, _mm256_shuffle_epi8(factors, even));
-                words[i][2 * half + 1] = (Words)_mm256_maddubs_epi16(sizes, _mm256_shuffle_epi8(factors, odd));
-            }
+            const __m256i own_codes = i == 0 ? codes : _mm256_srli_epi16(codes, 4);
+            // Each product is of two neighbours, of which one is not to count: its code is that of 0.
+            const __m256i even = _mm256_and_si256(own_codes, _mm256_set1_epi16(0x000F));
+            const __m256i odd = _mm256_and_si256(own_codes, _mm256_set1_epi16(0x0F00));
+            words[2 * half] = (Words)_mm256_maddubs_epi16(sizes, _mm256_shuffle_epi8(factors, even));
+            words[2 * half + 1] = (Words)_mm256_maddubs_epi16(sizes, _mm256_shuffle_epi8(factors, odd));
         }
     }
 };
@@ -141,18 +139,17 @@ struct Int8Units {
     static constexpr int kUnits = 2;
     const int8_t* values;
 
+    // As above.
     template <int kVectors>
-    ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) const {
+    ALWAYS_INLINE void decode(int unit, int i, int tile, Words (&words)[kVectors]) const {
 #pragma GCC unroll 2
-        for (int i = 0; i < kUnits; ++i)
-#pragma GCC unroll 2
-            for (int half = 0; half < kVectors / 2; ++half) {
-                const int8_t* from = values + ((int64_t)(unit + i) * 2 * kPanel + (tile + half) * (kPanel / 2));
-                const __m128i first = _mm_loadu_si128((const __m128i*)from);
-                const __m128i second = _mm_loadu_si128((const __m128i*)(from + kPanel));
-                words[i][2 * half] = (Words)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(first, second));
-                words[i][2 * half + 1] = (Words)_mm256_cvtepi8_epi16(_mm_unpackhi_epi8(first, second));
-            }
+        for (int half = 0; half < kVectors / 2; ++half) {
+            const int8_t* from = values + ((int64_t)(unit + i) * 2 * kPanel + (tile + half) * (kPanel / 2));
+            const __m128i first = _mm_loadu_si128((const __m128i*)from);
+            const __m128i second = _mm_loadu_si128((const __m128i*)(from + kPanel));
+            words[2 * half] = (Words)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(first, second));
+            words[2 * half + 1] = (Words)_mm256_cvtepi8_epi16(_mm_unpackhi_epi8(first, second));
+        }
     }
 };
 
@@ -167,8 +164,12 @@ ALWAYS_INLINE void add_pairs(
         memcpy(&both, x + row * x_stride, sizeof both);
         const __m256i pair = _mm256_set1_epi32(both);
 #pragma GCC unroll 8
-        for (int vector = 0; vector < kVectors; ++vector)
-            sums[row][vector] += (Integers)_mm256_madd_epi16((__m256i)weights[vector], pair);
+        for (int vector = 0; vector < kVectors; ++vector) {
+            Integers sum = sums[row][vector] + (Integers)_mm256_madd_epi16((__m256i)weights[vector], pair);
+            // Or the compiler would multiply two units first and then add: more than there are registers for.
+            asm("" : "+x"(sum));
+            sums[row][vector] = sum;
+        }
     }
 }
 
@@ -183,14 +184,16 @@ struct DecodedPart {
 
     template <class Source>
     ALWAYS_INLINE void fill(Source& source, int first, int count, int tile) {
-        static_assert(Source::kUnits == 2, "cross products are of two units");
         Words(*of_group)[kVectors] = cross;
         for (int unit = 0; unit < count; ++of_group) {
             Words sums[kVectors] = {};
             for (const int end = least(unit + kGroupUnits, count); unit < end; unit += Source::kUnits) {
                 Words decoded[Source::kUnits][kVectors];
-                source.decode(first + unit, tile, decoded);
-                for (int i = 0; i < Source::kUnits; ++i) memcpy(words[unit + i], decoded[i], sizeof decoded[i]);
+#pragma GCC unroll 2
+                for (int i = 0; i < Source::kUnits; ++i) {
+                    source.decode(first + unit, i, tile, decoded[i]);
+                    memcpy(words[unit + i], decoded[i], sizeof decoded[i]);
+                }
                 for (int vector = 0; vector < kVectors; ++vector)
                     sums[vector] += (Words)_mm256_madd_epi16((__m256i)decoded[0][vector], (__m256i)decoded[1][vector]);
             }
@@ -218,6 +221,26 @@ ALWAYS_INLINE void add_group(
     }
 }
 
+// Adds the products of two units of a part with those of the rows, made as `multiply_part` says.
+template <int kRows, int kVectors>
+ALWAYS_INLINE void add_crossed(
+    const __m256i* weights, const int16_t* x, int64_t x_stride, Words (&sums)[kRows][kVectors]
+) {
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) {
+        int32_t first, second;
+        memcpy(&first, x + row * x_stride, sizeof first);
+        memcpy(&second, x + row * x_stride + InIntegers::kPerUnit, sizeof second);
+        const __m256i a = _mm256_set1_epi32(first), b = _mm256_set1_epi32(second);
+#pragma GCC unroll 2
+        for (int vector = 0; vector < kVectors; ++vector) {
+            const __m256i left = _mm256_add_epi16(a, weights[kVectors + vector]);
+            const __m256i right = _mm256_add_epi16(b, weights[vector]);
+            sums[row][vector] += (Words)_mm256_madd_epi16(left, right);
+        }
+    }
+}
+
 // Adds the products of a part with some rows to the results of a tile, or begins them.
 //
 // With a and b of a row, in one unit and the next, and v and w of the weight there,
@@ -238,22 +261,12 @@ ALWAYS_INLINE void multiply_part(
         const int group_end = least(unit + kGroupUnits, num_units);
         Words sums[kRows][kVectors] = {};
         while (unit < group_end) {
-            pace.step();
-            for (const int end = unit + kStepUnits; unit < end; unit += 2, x += 2 * InIntegers::kPerUnit) {
-                const __m256i* const weights = (const __m256i*)part.words[unit];
-#pragma GCC unroll 4
-                for (int row = 0; row < kRows; ++row) {
-                    int32_t first, second;
-                    memcpy(&first, x + row * x_stride, sizeof first);
-                    memcpy(&second, x + row * x_stride + InIntegers::kPerUnit, sizeof second);
-                    const __m256i a = _mm256_set1_epi32(first), b = _mm256_set1_epi32(second);
-#pragma GCC unroll 2
-                    for (int vector = 0; vector < kVectors; ++vector) {
-                        const __m256i left = _mm256_add_epi16(a, weights[kVectors + vector]);
-                        const __m256i right = _mm256_add_epi16(b, weights[vector]);
-                        sums[row][vector] += (Words)_mm256_madd_epi16(left, right);
-                    }
-                }
+            Run run = pace.next((group_end - unit) / kStepUnits);
+            const char* line = run.at;
+            for (const int run_end = unit + run.num_units * kStepUnits; unit < run_end;) {
+                ask(line, run, 1);
+                for (const int end = unit + kStepUnits; unit < end; unit += 2, x += 2 * InIntegers::kPerUnit)
+                    add_crossed((const __m256i*)part.words[unit], x, x_stride, sums);
             }
         }
         Integers products[kRows][kVectors];
@@ -279,12 +292,18 @@ ALWAYS_INLINE void multiply_decoding(
         const bool is_first = unit == 0;
         Integers sums[kRows][kVectors] = {};
         const int end = least(unit + kGroupUnits, num_units);
-        for (; unit < end; unit += kUnits, x += kUnits * InIntegers::kPerUnit) {
-            Words weights[kUnits][kVectors];
-            source.decode(unit, tile, weights);
-            pace.step();
+        while (unit < end) {
+            Run run = pace.next((end - unit) / kUnits);
+            const char* line = run.at;
+            for (const int run_end = unit + run.num_units * kUnits; unit < run_end; unit += kUnits) {
+                ask(line, run, 1);
 #pragma GCC unroll 2
-            for (int i = 0; i < kUnits; ++i) add_pairs(weights[i], x + i * InIntegers::kPerUnit, x_stride, sums);
+                for (int i = 0; i < kUnits; ++i, x += InIntegers::kPerUnit) {
+                    Words weights[kVectors];
+                    source.decode(unit, i, tile, weights);
+                    add_pairs(weights, x, x_stride, sums);
+                }
+            }
         }
         add_group(sums, x, x_stride, tile, is_first, results);
     }
