@@ -10,7 +10,7 @@ from protos.tls import ClientTls
 from protos.tls_settings import CaFile, ReadableFile, ServerTlsSettings, client_tls
 from scheduler.policy import Policy, PreemptionMode
 
-_NUM_SPECULATIVE_TOKENS = 8
+_NUM_SPECULATIVE_TOKENS = 24
 
 
 class SchedulerSettings(ServerTlsSettings):
@@ -38,7 +38,7 @@ class SchedulerSettings(ServerTlsSettings):
         None,
         ge=0,
         description="tokens that a step computes ahead for a sequence at most, guessed from what its last tokens were "
-        "followed by before; no output changes (default: 8 where one step is in flight at a time, else 0, for none)",
+        "followed by before; no output changes (default: 24 where one step is in flight at a time, else 0, for none)",
     )
     max_waiting_requests: int = Field(4096, ge=1, description="requests that wait at most; more are refused")
     max_waiting_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that wait at most, of all requests")

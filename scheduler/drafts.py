@@ -17,10 +17,11 @@ That a kernel may round otherwise where a step has more rows is as with any othe
 
 HOW MANY. Text repeats itself at all lengths. So of the places that match the last n tokens, a share of m / (m + k) or
 so match k tokens more, with m = n - 3/4: about as in greedy answers of small models, while text that people wrote
-repeats itself less (docs/performance.md). In a step of N rows, drafts aside, one more costs 1 / (N + H) of it, H being
-how many rows take as long to compute as a step takes without any; a token is worth 1 / N of it. So the k-th drafted
-token pays as long as m / (m + k) is over N / (N + H), which is as long as k is less than m H / N: many tokens for a
-long match in a small step, none for a short one in a large step.
+repeats itself less (docs/performance.md). Of N rows, of which so many are drafts that they give E tokens on average,
+a step takes as long as N + H rows would, H being how many take as long as it takes without any. One row more pays as
+long as it brings more tokens for its time than the step does without it: m / (m + k) is over E / (N + H). That is many
+tokens for a long match in a small step, and none for a short one in a large step. And as matches do not say all, there
+are no more than match, or four: text that goes on repeating itself matches longer each time.
 """
 
 import math
@@ -29,9 +30,11 @@ from array import array
 from scheduler.block_manager import BlockManager
 from scheduler.plan import Plan, Row
 
-# H above. Two cores of a CPU have 16 and more, and a GPU has many more. Half of that allows for text that repeats
-# itself less, such as is drawn at a high temperature, and for the drafts before, which N leaves out.
+# H above. Two cores of a CPU have 9 to 16 and more, and a GPU has many more. Less than that allows for text that
+# repeats itself less, such as is drawn at a high temperature.
 _NUM_BALANCED_ROWS = 8
+# So many tokens are drafted for a match that is shorter.
+_SHORT_DRAFT = 4
 # What m is short of n by.
 _SHORT_BY = 0.75
 # A match counts as no longer than this.
@@ -54,6 +57,7 @@ def add_drafts(plan: Plan, most: int, num_tokens_left: int, num_blocks_left: int
         blocks: where the sequences have theirs.
     """
     num_rows = plan.num_tokens
+    num_expected: float = num_rows  # tokens
     num_tokens_left = min(num_tokens_left, _MOST_ROWS - num_rows)
     least = math.ceil(num_rows / _NUM_BALANCED_ROWS + _SHORT_BY)  # a match of less is worth nothing
     for row in plan.rows[:] if least <= _LONGEST_MATCH else ():
@@ -64,7 +68,13 @@ def add_drafts(plan: Plan, most: int, num_tokens_left: int, num_blocks_left: int
         match_length, tokens = look_up(group.token_ids(sequence, max(0, start - _WINDOW), start), least)
         num_held = len(sequence.block_table)
         num_slots = (num_held + num_blocks_left) * blocks.block_size - start
-        num_drafts = min(num_wanted, num_slots, int((match_length - _SHORT_BY) * _NUM_BALANCED_ROWS / num_rows))
+        num_wanted = min(num_wanted, num_slots, max(match_length, _SHORT_DRAFT))
+        m, num_drafts = match_length - _SHORT_BY, 0
+        while num_drafts < num_wanted:
+            chance = m / (m + num_drafts + 1)
+            if chance * (num_rows + _NUM_BALANCED_ROWS) <= num_expected:
+                break
+            num_drafts, num_rows, num_expected = num_drafts + 1, num_rows + 1, num_expected + chance
         blocks.append_slots(sequence, start + num_drafts)
         num_blocks_left -= len(sequence.block_table) - num_held
         for place in range(num_drafts):

@@ -113,9 +113,19 @@ def test_a_guess_is_a_row_behind_the_others_with_a_slot_of_its_own():
 
 
 def test_who_repeats_himself_is_guessed_to_go_on():
-    core = drafting(num_speculative_tokens=5)
+    core = drafting(num_speculative_tokens=24)
     begun(core, [1, 2, 3, 2], 3)
-    assert drafts(core.schedule(0.0)) == [(5, 2), (6, 3), (7, 2), (8, 3), (9, 2)]
+    assert drafts(core.schedule(0.0)) == [(5, 2), (6, 3), (7, 2), (8, 3)]
+
+
+@pytest.mark.parametrize(("match_length", "num_drafts"), [(1, 1), (2, 4), (4, 4), (7, 7), (12, 12), (40, 24)])
+def test_no_more_is_guessed_than_matches_or_four(match_length, num_drafts):
+    core = drafting(num_speculative_tokens=24, budget=600, num_blocks=200)
+    text = list(range(1000, 1000 + match_length))
+    group = begun(core, [1, *text, *range(20, 420), 2, *text[:-1]], text[-1], max_tokens=50)
+    plan = core.schedule(0.0)
+    assert plan.num_drafts == num_drafts
+    assert [row.draft for row in plan.rows[1:]] == group.prompt_token_ids.tolist()[1 + match_length :][:num_drafts]
 
 
 def test_no_more_is_guessed_than_the_request_may_have():
@@ -124,11 +134,14 @@ def test_no_more_is_guessed_than_the_request_may_have():
     assert len(drafts(core.schedule(0.0))) == 2, "one has come, one is sampled, and two may be guessed"
 
 
-@pytest.mark.parametrize(("budget", "num_drafts"), [(6, 1), (7, 2), (9, 2)])
+@pytest.mark.parametrize(("budget", "num_drafts"), [(4, 1), (6, 2), (9, 2)])
 def test_no_more_is_guessed_than_the_step_has_room_for(budget, num_drafts):
     core = drafting(budget=budget, max_num_seqs=4)
-    begun(core, AGAIN, 6)
-    submit(core, 4)
+    submit(core, AGAIN)
+    while not (plan := core.schedule(0.0)).rows[0].samples:
+        answer(core, plan)
+    answer(core, plan, 6)
+    submit(core, 2)
     assert len(drafts(core.schedule(0.0))) == num_drafts
 
 
@@ -159,7 +172,8 @@ def test_in_a_larger_step_only_a_longer_match_is_worth_a_guess():
     plan = core.schedule(0.0)
     assert len(plan.rows) - plan.num_drafts == 32
     drafted = [row.group for row in plan.rows if row.draft is not None]
-    # A match of 6 tokens is worth (6 - 3/4) * 8 / 32 rows, one of 11 twice as many.
+    # Behind a match of 6 tokens the first is right in 0.84 of the cases and the second in 0.72, behind one of 11 in
+    # 0.91, 0.84 and 0.77. 32 rows that take as long as 40 ask for 0.8, and for a little more with each.
     assert drafted == [groups[0], *[groups[1]] * 2]
 
 
@@ -328,7 +342,7 @@ def expected(group: SequenceGroup, index: int) -> list[int]:
 
 
 def test_guesses_go_with_one_step_at_a_time():
-    assert SchedulerSettings().policy("cpu").num_speculative_tokens == 8
+    assert SchedulerSettings().policy("cpu").num_speculative_tokens == 24
     assert SchedulerSettings().policy("cuda").num_speculative_tokens == 0, "two steps are in flight there"
     asked = SchedulerSettings(num_speculative_tokens=4).policy("cuda")
     assert (asked.num_speculative_tokens, asked.max_steps_in_flight) == (4, 1)
