@@ -56,30 +56,27 @@ def add_drafts(plan: Plan, most: int, num_tokens_left: int, num_blocks_left: int
         num_blocks_left: free blocks that may be taken for them, 0 or more.
         blocks: where the sequences have theirs.
     """
-    num_rows = plan.num_tokens
-    num_expected: float = num_rows  # tokens
-    num_tokens_left = min(num_tokens_left, _MOST_ROWS - num_rows)
-    least = math.ceil(num_rows / _NUM_BALANCED_ROWS + _SHORT_BY)  # a match of less is worth nothing
+    num_expected: float = plan.num_tokens  # tokens
+    most_rows = min(plan.num_tokens + num_tokens_left, _MOST_ROWS)
+    least = math.ceil(plan.num_tokens / _NUM_BALANCED_ROWS + _SHORT_BY)  # a match of less is worth nothing
     for row in plan.rows[:] if least <= _LONGEST_MATCH else ():
         group, sequence, start = row.group, row.sequence, row.sequence.num_tokens
-        num_wanted = min(most, num_tokens_left, group.max_tokens - len(sequence.output_token_ids) - 1)
+        num_wanted = min(most, most_rows - plan.num_tokens, group.max_tokens - len(sequence.output_token_ids) - 1)
         if num_wanted < 1 or len(row.samples) != 1 or not group.can_be_drafted_for:
             continue
         match_length, tokens = look_up(group.token_ids(sequence, max(0, start - _WINDOW), start), least)
         num_held = len(sequence.block_table)
         num_slots = (num_held + num_blocks_left) * blocks.block_size - start
-        num_wanted = min(num_wanted, num_slots, max(match_length, _SHORT_DRAFT))
-        m, num_drafts = match_length - _SHORT_BY, 0
-        while num_drafts < num_wanted:
-            chance = m / (m + num_drafts + 1)
-            if chance * (num_rows + _NUM_BALANCED_ROWS) <= num_expected:
+        end = start
+        for place in range(min(num_wanted, num_slots, max(match_length, _SHORT_DRAFT))):
+            chance = (match_length - _SHORT_BY) / (match_length - _SHORT_BY + place + 1)
+            if chance * (plan.num_tokens + _NUM_BALANCED_ROWS) <= num_expected:
                 break
-            num_drafts, num_rows, num_expected = num_drafts + 1, num_rows + 1, num_expected + chance
-        blocks.append_slots(sequence, start + num_drafts)
+            num_expected += chance
+            plan.add(Row(group, sequence, end, 1, row.samples, draft=tokens[place % len(tokens)]))
+            end += 1
+        blocks.append_slots(sequence, end)
         num_blocks_left -= len(sequence.block_table) - num_held
-        for place in range(num_drafts):
-            plan.add(Row(group, sequence, start + place, 1, row.samples, draft=tokens[place % len(tokens)]))
-            num_tokens_left -= 1
 
 
 def look_up(token_ids: "array[int]", least: int) -> tuple[int, "array[int]"]:

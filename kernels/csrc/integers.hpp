@@ -184,6 +184,7 @@ struct DecodedPart {
 
     template <class Source>
     ALWAYS_INLINE void fill(Source& source, int first, int count, int tile) {
+        static_assert(Source::kUnits == 2, "cross products are of two units");
         Words(*of_group)[kVectors] = cross;
         for (int unit = 0; unit < count; ++of_group) {
             Words sums[kVectors] = {};
