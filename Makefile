@@ -97,6 +97,8 @@ compose-test: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --disable-pip-version-check --editable '.[worker,dev]'
+	@# Where Python may not keep bytecode, each process would compile these anew.
+	@$(BIN)/python -m compileall -q kernels pagewire protos router scheduler worker
 	@touch $@
 
 clean:

@@ -3,10 +3,12 @@
 To be imported before the kernels are, since a kernel is made for one of the two when it is imported.
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import pytest
@@ -61,6 +63,30 @@ def _mend_the_interpreter() -> None:
         return rounded.view(torch.uint16).numpy().reshape(values.shape)
 
     interpreter._patch_lang_tensor, interpreter._convert_float = patch_and_mend, convert_and_round
+
+
+def _hasten_the_interpreter() -> None:
+    """Each call of a kernel's function looks for the builtins of whole modules, and each operation makes a table."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    @cache
+    def builtins_of(package):
+        return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+    def patch_builtins(package, builder, scope):
+        for name in builtins_of(package):
+            member = getattr(package, name)
+            if tl.core.is_builtin(member):  # and not patched for a caller
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    look_up = interpreter._get_np_dtype
+    look_up_once = cache(look_up)
+
+    def numpy_dtype_of(dtype):
+        return (look_up if dtype.scalar.is_ptr() else look_up_once)(dtype.scalar)  # pointers have no hash
+
+    interpreter._patch_builtin, interpreter._get_np_dtype = patch_builtins, numpy_dtype_of
 
 
 def _interpret_tritons_own_functions() -> None:
@@ -130,3 +156,4 @@ def never_waits(device: torch.device) -> Iterator[None]:
 if not ON_GPU:
     _interpret_tritons_own_functions()
     _mend_the_interpreter()
+    _hasten_the_interpreter()
