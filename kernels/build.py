@@ -19,7 +19,7 @@ SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "cpu_kernels.so"
 
 _X86_AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_X86_AVX512 = (*_X86_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_X86_AVX512 = (*_X86_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 # From what runs everywhere to what needs most; a CPU that runs one runs those before it.
 X86_LEVELS: dict[str, tuple[str, ...]] = {
     "portable": (),

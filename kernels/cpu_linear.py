@@ -1,9 +1,9 @@
 """Linear layers in C++: weights packed once, in the layout that `csrc/linear.hpp` reads, and their products.
 
 A weight stands in panels of 32 outputs: [panel, inputs / unit, 32] units of 2 bfloat16, or of 1 value of another dtype;
-as int8 [panel, inputs, 32]; of bfloat16 as integers, where there is AVX2 and nothing more and the weight allows it, as
-`csrc/integers.hpp` says, or coded, if few values are exceptions, as `csrc/coded.hpp` says. The last panel is filled up
-with zeros. Where the layer is gated, a panel is 16 gates and the 16 values that they are for.
+as int8 [panel, inputs, 32]; of bfloat16 as integers, where there is AVX2 but no tile registers and the weight allows
+it, as `csrc/integers.hpp` says, or coded, if few values are exceptions, as `csrc/coded.hpp` says. The last panel is
+filled up with zeros. Where the layer is gated, a panel is 16 gates and the 16 values that they are for.
 """
 
 import enum

@@ -12,6 +12,8 @@ try:
     LEVELS = [*runnable_levels(), *build.MODELS]
 except KernelsUnavailable:
     LEVELS = []
+# Where bfloat16 is multiplied as integers.
+INTEGER_LEVELS = [level for level in LEVELS if level in ("avx2", "avx512", "avx512_bf16")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of the sum of all that is added up: rounding of the result, and of sums in another order.
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -90,7 +92,7 @@ def test_values_up_to_64_times_smaller_than_an_outputs_largest_are_multiplied_as
     weight[:, places * 64] = mantissas[:, None] * 2.0 ** -(places % 7) * (-1.0) ** places
     weight[0, 64] = 0
     layer = CpuKernels(level).linear(weight.bfloat16(), None, widened=True)
-    assert (layer.form is Form.INTEGERS) == (level == "avx2")
+    assert (layer.form is Form.INTEGERS) == (level in INTEGER_LEVELS)
     one_by_one = torch.eye(576)[places * 64].bfloat16()
     rows = one_by_one.repeat(-(-num_rows // 9), 1)
     found = torch.cat([layer(part) for part in rows.split(num_rows)])
@@ -108,9 +110,9 @@ def test_the_largest_values_side_by_side_are_multiplied_as_they_are(level, signs
     torch.testing.assert_close(found, x @ weight.T, rtol=1e-6, atol=0)
 
 
-@pytest.mark.skipif("avx2" not in LEVELS, reason="no AVX2 here")
-def test_a_weight_is_of_integers_where_there_is_no_product_of_bfloat16_and_rounding_allows_it():
-    kernels, weight = CpuKernels("avx2"), random(70, 576, dtype=torch.bfloat16)
+@pytest.mark.parametrize("level", INTEGER_LEVELS)
+def test_a_weight_is_of_integers_where_rounding_allows_it(level):
+    kernels, weight = CpuKernels(level), random(70, 576, dtype=torch.bfloat16)
     assert kernels.linear(weight, None).form is Form.INTEGERS
     assert kernels.linear(weight[:, :570], None).form is Form.CODED
     assert kernels.linear(weight.float(), None).form is Form.PLAIN
@@ -215,7 +217,7 @@ def test_an_int8_product_in_cpp_is_the_twins_and_the_same_bits_in_any_batch(leve
     x = random(NUM_IN_TWO_CHUNKS, num_inputs, dtype=dtype, seed=2)
     together = layer(x)
     # Where bfloat16 is multiplied as integers, it is rounded by less than a tenth of what it has been rounded before.
-    each = 7e-4 if dtype is torch.bfloat16 and level == "avx2" else 2e-5
+    each = 7e-4 if dtype is torch.bfloat16 and level in INTEGER_LEVELS else 2e-5
     torch.testing.assert_close(together, twin(x), rtol=1e-5, atol=each * num_inputs**0.5)
     parts = x.split([1, 2, 3, 5, 11, 9, NUM_IN_TWO_CHUNKS - 31])
     assert torch.cat([layer(part) for part in parts]).equal(together)

@@ -39,7 +39,7 @@ inline float integer_scale(const uint16_t* values, int num_inputs) {
     Floats squares = {};  // of what rounding changes, in scales
     for (int i = 0; i < num_inputs; i += kWidth) {
         const Floats integer = Bfloat16::load(values + i) * (1.0f / scale);
-        const Floats change = integer - (Floats)_mm256_round_ps((__m256)integer, _MM_FROUND_TO_NEAREST_INT);
+        const Floats change = integer - __builtin_convertvector(nearest_integers(integer), Floats);
         squares += change * change;
     }
     // The root mean square of values without outliers is 1.25 of their mean size, in which outliers count for less.
@@ -52,32 +52,39 @@ struct SizesAndCodes {
     __m128i sizes, codes;
 
     SizesAndCodes(const uint16_t* from, float inverse_scale) {
-        __m256i size[2], code[2];
-        for (int i = 0; i < 2; ++i) {
+        Words size[kCount], code[kCount];
+        for (int i = 0; i < kCount; ++i) {
             const Words value = (Words)(Bfloat16::load(from + i * kWidth) * inverse_scale);
             const Words absolute = value & 0x7FFFFFFFu;
             const Integers beyond = (Integers)(absolute >> 23) - (127 + 7);  // 8 bits
             const Integers power = beyond > 0 ? beyond : Integers{};
-            size[i] = _mm256_srlv_epi32(_mm256_cvtps_epi32((__m256)absolute), (__m256i)power);
-            code[i] = (__m256i)((value >> 31 << 3) + (Words)power + 1u);
+            size[i] = (Words)nearest_integers((Floats)absolute) >> (Words)power;
+            code[i] = (value >> 31 << 3) + (Words)power + 1u;
         }
         sizes = narrow(size), codes = narrow(code);
     }
 
   private:
-    static __m128i narrow(const __m256i (&from)[2]) {
-        const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(from[0], from[1]), 0xD8);
+    static constexpr int kCount = 16 / kWidth;
+
+    static __m128i narrow(const Words (&from)[kCount]) {
+#if defined(__AVX512F__)
+        return _mm512_cvtepi32_epi8((__m512i)from[0]);
+#else
+        const __m256i packed = _mm256_packus_epi32((__m256i)from[0], (__m256i)from[1]);
+        const __m256i halves = _mm256_permute4x64_epi64(packed, 0xD8);
         return _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+#endif
     }
 };
 
-// Writes the outputs `output` and the eighth behind it, whose places are side by side.
+// Writes the outputs `output` and the one a vector behind it, whose places are side by side.
 inline void write_outputs(const IntegerEncoding& a, IntegerPair* panel, int64_t first, int output) {
     const uint16_t* rows[2];
     float inverse_scales[2];
     static const uint16_t kZeros[16] = {};
     for (int i = 0; i < 2; ++i) {
-        const int64_t number = first + output + 8 * i;
+        const int64_t number = first + output + kWidth * i;
         const bool is_one = number < a.num_outputs && a.scales[number] > 0.0f;
         rows[i] = is_one ? a.weight + number * a.num_inputs : nullptr;
         inverse_scales[i] = is_one ? 1.0f / a.scales[number] : 0.0f;
@@ -121,7 +128,7 @@ inline void encode_integer_panels(void* data) {
         if (!fits) return __atomic_store_n(&job.fits, false, __ATOMIC_RELAXED);
         IntegerPair* panel = reinterpret_cast<IntegerPair*>(a.panels) + number * (a.num_inputs / 4);
         for (int output = 0; output < kPanel; ++output)
-            if (output % 16 < 8) write_outputs(a, panel, first, output);
+            if (output % (2 * kWidth) < kWidth) write_outputs(a, panel, first, output);
     }
 }
 #endif

@@ -1,12 +1,14 @@
-// Products of bfloat16 by integers of 16 bits, where there is AVX2 and nothing more: two multiplications in each lane at
-// once, and none of the shifts that make two float32 of two bfloat16.
+// Products of bfloat16 by integers of 16 bits: two multiplications in each lane at once, and since two integers are added
+// without error, half as many of them are needed (`add_crossed`). Where there is AVX2 alone that makes twice as many products
+// a second as in float32, and where there is AVX-512 a third more than its dot products of bfloat16. Tile registers have
+// more of these still.
 //
 // A bfloat16 has 8 significant bits, and an integer of 14 has room for what its neighbours are larger, so one scale serves
 // many, as in block floating point (Wilkinson 1963, "Rounding Errors in Algebraic Processes"). Of a row each group of 320
 // inputs has one, by which its largest value is 8191, and all are rounded to it. Of a weight each output has one, a power
 // of two as small as the sums allow: those of a group are exact in 32 bits, whatever the row. There only values are rounded
 // that are less than a 128th of the largest one that the scale has room for. Both is much less than bfloat16 has rounded
-// before (docs/performance.md); where it would be as much in one output, a weight is multiplied in float32.
+// before (docs/performance.md); where it would be as much in one output, a weight is multiplied as it is.
 //
 // A weight's integer is one of 8 bits times a power of two, and so it takes 12 bits in memory, as in coded.hpp.
 #pragma once
@@ -24,16 +26,38 @@ struct IntegerPair {
     uint8_t sizes[2][2 * kPanel];
     uint8_t codes[2 * kPanel];  // lower half: of the first unit's value at the same place; upper half: of the second's
 
-    // Of 32 bytes the even ones become one vector, and the odd ones the next: of 8 outputs each.
-    static constexpr int place(int output) { return (output & 16) << 1 | (output & 7) << 2 | (output & 8) >> 3; }
+    // Of a vector of bytes the even ones become one vector of words, and the odd ones the next.
+    static constexpr int place(int output) {
+        return output / (2 * kWidth) * (4 * kWidth) + output % kWidth * 4 + output / kWidth % 2;
+    }
 };
 
 static_assert(sizeof(IntegerPair) == 192, "kernels/cpu_linear.py counts on it");
 
 inline int64_t integer_panel_bytes(int num_inputs) { return num_inputs / 4 * (int64_t)sizeof(IntegerPair); }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && !defined(TILES)
 #define INTEGERS
+
+// Each lane of a vector has two integers of 16 bits.
+typedef uint16_t Pairs __attribute__((vector_size(4 * kWidth)));
+
+ALWAYS_INLINE Words add_pairs(Words a, Words b) { return (Words)((Pairs)a + (Pairs)b); }
+
+// To each lane's sum both of its products are added.
+ALWAYS_INLINE Words add_products(Words sum, Words a, Words b) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#else
+    return sum + (Words)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+}
+
+ALWAYS_INLINE Words broadcast_pair(const int16_t* from) {
+    uint32_t both;
+    memcpy(&both, from, sizeof both);
+    return Words{} + both;
+}
 
 constexpr int kMostLeft = 8191;       // of a row's integers
 constexpr int kMostRight = 255 << 6;  // of a weight's
@@ -44,7 +68,7 @@ struct Grouped {
 
     struct Common {
         float scale;
-        uint32_t cross;  // see `multiply_part`
+        uint32_t cross;  // see `add_crossed`
     };
     static constexpr int kCommonValues = sizeof(Common) / sizeof(Value);
 
@@ -69,16 +93,27 @@ struct Grouped {
         const float value = Bfloat16::widen(largest);
         const float inverse = largest < kTiny ? 0.0f : kMostLeft / value;
         const float scale = largest >= kInfinite ? __builtin_nanf("") : largest < kTiny ? 0.0f : value / kMostLeft;
-        Words twice = {};  // each two units' cross products, in both units' lanes
+        __m256i twice = _mm256_setzero_si256();  // each two units' cross products, in both units' lanes
         for (int i = 0; i < count; i += 16) {
-            const __m256i lower = _mm256_cvtps_epi32((__m256)(Bfloat16::load(from + i) * inverse));
-            const __m256i upper = _mm256_cvtps_epi32((__m256)(Bfloat16::load(from + i + 8) * inverse));
-            const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(lower, upper), 0xD8);
+            const __m256i packed = rounded(from + i, inverse);
             _mm256_storeu_si256((__m256i*)(to + i), packed);
-            twice += (Words)_mm256_madd_epi16(packed, _mm256_shuffle_epi32(packed, 0xB1));
+            twice = _mm256_add_epi32(twice, _mm256_madd_epi16(packed, _mm256_shuffle_epi32(packed, 0xB1)));
         }
-        const Common common = {scale, twice[0] + twice[2] + twice[4] + twice[6]};
+        uint32_t lanes[8];
+        memcpy(lanes, &twice, sizeof lanes);
+        const Common common = {scale, lanes[0] + lanes[2] + lanes[4] + lanes[6]};
         memcpy(to + count, &common, sizeof common);
+    }
+
+  private:
+    // 16 values.
+    static ALWAYS_INLINE __m256i rounded(const uint16_t* from, float inverse) {
+        const auto integers = [&](int i) { return nearest_integers(Bfloat16::load(from + i) * inverse); };
+#if defined(__AVX512F__)
+        return _mm512_cvtepi32_epi16((__m512i)integers(0));
+#else
+        return _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)integers(0), (__m256i)integers(kWidth)), 0xD8);
+#endif
     }
 };
 
@@ -104,8 +139,15 @@ struct InIntegers {
 };
 
 constexpr int kGroupUnits = kGroup / InIntegers::kPerUnit;
-constexpr int kPartRows = 4;    // of a tile, where units stand in memory
-constexpr int kStepUnits = 16;  // between which memory is asked for there
+// The most rows with which a tile decodes units for itself, and with which memory decides, so that no two products are
+// made one. For more rows units are decoded into memory: the most that are there at once, and those between which memory is
+// asked for then.
+#if defined(__AVX512F__)
+constexpr int kDecodingRows = 12, kMostPlainRows = 4, kMostPartUnits = kGroupUnits, kStepUnits = 4;
+#else
+constexpr int kDecodingRows = 6, kMostPlainRows = 6, kMostPartUnits = 288, kStepUnits = 16;
+#endif
+constexpr int kPartRows = 4;  // of a tile, where units stand in memory
 static_assert(kGroup % kLeastGroup == 0 && kLeastGroup % (kStepUnits * InIntegers::kPerUnit) == 0, "steps fill groups");
 
 // A panel of pairs.
@@ -113,24 +155,34 @@ struct IntegerUnits {
     static constexpr int kUnits = 2;
     const IntegerPair* pairs;
 
-    // Unit `unit + i`, of the two that `unit` begins.
+    // The two units that `unit` begins.
     template <int kVectors>
-    ALWAYS_INLINE void decode(int unit, int i, int tile, Words (&words)[kVectors]) const {
-        const __m256i factors = _mm256_broadcastsi128_si256(
-            _mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64)
-        );
+    ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) const {
         const IntegerPair& from = pairs[unit / kUnits];
 #pragma GCC unroll 2
-        for (int half = 0; half < kVectors / 2; ++half) {
-            const __m256i sizes = _mm256_load_si256((const __m256i*)from.sizes[i] + tile + half);
-            const __m256i codes = _mm256_load_si256((const __m256i*)from.codes + tile + half);
-            const __m256i own_codes = i == 0 ? codes : _mm256_srli_epi16(codes, 4);
-            // Each product is of two neighbours, of which one is not to count: its code is that of 0.
-            const __m256i even = _mm256_and_si256(own_codes, _mm256_set1_epi16(0x000F));
-            const __m256i odd = _mm256_and_si256(own_codes, _mm256_set1_epi16(0x0F00));
-            words[2 * half] = (Words)_mm256_maddubs_epi16(sizes, _mm256_shuffle_epi8(factors, even));
-            words[2 * half + 1] = (Words)_mm256_maddubs_epi16(sizes, _mm256_shuffle_epi8(factors, odd));
-        }
+        for (int i = 0; i < kUnits; ++i)
+#pragma GCC unroll 2
+            for (int half = 0; half < kVectors / 2; ++half) {
+                const Words sizes = load_words((const Words*)from.sizes[i] + tile + half);
+                const Words codes = load_words((const Words*)from.codes + tile + half);
+                const Words own_codes = i == 0 ? codes : codes >> 4;
+                // Each product is of two neighbours, of which one is not to count: its code is that of 0.
+                words[i][2 * half] = multiplied(sizes, own_codes & 0x000F000Fu);
+                words[i][2 * half + 1] = multiplied(sizes, own_codes & 0x0F000F00u);
+            }
+    }
+
+  private:
+    // Each two bytes by what their codes stand for, added.
+    static ALWAYS_INLINE Words multiplied(Words sizes, Words codes) {
+        const __m128i factors = _mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64);
+#if defined(__AVX512F__)
+        const __m512i by = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(factors), (__m512i)codes);
+        return (Words)_mm512_maddubs_epi16((__m512i)sizes, by);
+#else
+        const __m256i by = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(factors), (__m256i)codes);
+        return (Words)_mm256_maddubs_epi16((__m256i)sizes, by);
+#endif
     }
 };
 
@@ -141,36 +193,100 @@ struct Int8Units {
 
     // As above.
     template <int kVectors>
-    ALWAYS_INLINE void decode(int unit, int i, int tile, Words (&words)[kVectors]) const {
+    ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) const {
+        constexpr int kOutputs = 16;  // that 16 bytes are of
 #pragma GCC unroll 2
-        for (int half = 0; half < kVectors / 2; ++half) {
-            const int8_t* from = values + ((int64_t)(unit + i) * 2 * kPanel + (tile + half) * (kPanel / 2));
-            const __m128i first = _mm_loadu_si128((const __m128i*)from);
-            const __m128i second = _mm_loadu_si128((const __m128i*)(from + kPanel));
-            words[2 * half] = (Words)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(first, second));
-            words[2 * half + 1] = (Words)_mm256_cvtepi8_epi16(_mm_unpackhi_epi8(first, second));
-        }
+        for (int i = 0; i < kUnits; ++i)
+#pragma GCC unroll 2
+            for (int part = 0; part < kVectors * kWidth / kOutputs; ++part) {
+                const int first_output = tile * kVectors * kWidth + part * kOutputs;
+                const int8_t* from = values + ((int64_t)(unit + i) * 2 * kPanel + first_output);
+                const __m128i first = _mm_loadu_si128((const __m128i*)from);
+                const __m128i second = _mm_loadu_si128((const __m128i*)(from + kPanel));
+                const __m128i lower = _mm_unpacklo_epi8(first, second), upper = _mm_unpackhi_epi8(first, second);
+#if defined(__AVX512F__)
+                words[i][part] = (Words)_mm512_cvtepi8_epi16(_mm256_set_m128i(upper, lower));
+#else
+                words[i][2 * part] = (Words)_mm256_cvtepi8_epi16(lower);
+                words[i][2 * part + 1] = (Words)_mm256_cvtepi8_epi16(upper);
+#endif
+            }
     }
 };
 
+// Calls `body` with each `kStep`th unit up to `end`, while memory is asked for.
+template <int kStep, class Body>
+ALWAYS_INLINE void walk(Pace& pace, int& unit, int end, Body body) {
+    while (unit < end) {
+        Run run = pace.next((end - unit) / kStep);
+        const char* line = run.at;
+        for (const int run_end = unit + run.num_units * kStep; unit < run_end; unit += kStep) {
+            ask(line, run, 1);
+            body(unit);
+        }
+    }
+}
+
 // Adds the products of a unit's pairs with those of the rows.
 template <int kRows, int kVectors>
-ALWAYS_INLINE void add_pairs(
-    const Words (&weights)[kVectors], const int16_t* x, int64_t x_stride, Integers (&sums)[kRows][kVectors]
+ALWAYS_INLINE void add_unit(
+    const Words (&weights)[kVectors], const int16_t* x, int64_t x_stride, Words (&sums)[kRows][kVectors]
 ) {
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
-        int32_t both;
-        memcpy(&both, x + row * x_stride, sizeof both);
-        const __m256i pair = _mm256_set1_epi32(both);
+        const Words pair = broadcast_pair(x + row * x_stride);
 #pragma GCC unroll 8
         for (int vector = 0; vector < kVectors; ++vector) {
-            Integers sum = sums[row][vector] + (Integers)_mm256_madd_epi16((__m256i)weights[vector], pair);
+            Words sum = add_products(sums[row][vector], weights[vector], pair);
             // Or the compiler would multiply two units first and then add: more than there are registers for.
-            asm("" : "+x"(sum));
+            asm("" : "+v"(sum));
             sums[row][vector] = sum;
         }
     }
+}
+
+// Adds the products of two units, each two pairs' as one product. With a and b of a row, in one unit and the next, and v
+// and w of the weight there,
+//
+//     a v + b w = (a + w)(b + v) - a b - v w
+//
+// is one product instead of two (Winograd 1968, "A New Algorithm for Inner Product"), where sums of a b over a group are
+// the row's, and those of v w the weight's. Additions are more by as many, but a core has twice as many units for them.
+// What is too large for 32 bits on the way is so by multiples of 2^32, and the group's sum is not.
+template <int kRows, int kVectors>
+ALWAYS_INLINE void add_crossed(
+    const Words (&weights)[2][kVectors], const int16_t* x, int64_t x_stride, Words (&sums)[kRows][kVectors]
+) {
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+        const int16_t* of_row = x + row * x_stride;
+        asm("" : "+r"(of_row));
+        const Words a = broadcast_pair(of_row), b = broadcast_pair(of_row + InIntegers::kPerUnit);
+#pragma GCC unroll 2
+        for (int vector = 0; vector < kVectors; ++vector)
+            sums[row][vector] =
+                add_products(sums[row][vector], add_pairs(a, weights[1][vector]), add_pairs(b, weights[0][vector]));
+    }
+}
+
+// The weight's own products of two units.
+template <int kVectors>
+ALWAYS_INLINE void add_cross(const Words (&weights)[2][kVectors], Words (&cross)[kVectors]) {
+#pragma GCC unroll 2
+    for (int vector = 0; vector < kVectors; ++vector)
+        cross[vector] = add_products(cross[vector], weights[0][vector], weights[1][vector]);
+}
+
+// Takes from a group's sums what they are too large by, the row's own products and the weight's.
+template <int kRows, int kVectors>
+ALWAYS_INLINE void take_cross(
+    const Words (&cross)[kVectors], const int16_t* behind, int64_t x_stride, Words (&sums)[kRows][kVectors]
+) {
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 2
+        for (int vector = 0; vector < kVectors; ++vector)
+            sums[row][vector] -= cross[vector] + Grouped::common(behind + row * x_stride).cross;
 }
 
 // Some of a panel's units, decoded: those of a tile's outputs.
@@ -178,25 +294,24 @@ struct DecodedPart {
     static constexpr int kVectors = 2;
     // So many stay in the first cache while all rows go past them, and some of these rows too. A panel of more is worked
     // on in parts of whole groups.
-    static constexpr int kMostUnits = 288, kWholeGroups = kMostUnits / kGroupUnits * kGroupUnits;
+    static constexpr int kMostUnits = kMostPartUnits, kWholeGroups = kMostUnits / kGroupUnits * kGroupUnits;
     alignas(64) uint32_t words[kMostUnits][kVectors * kWidth];
-    Words cross[kMostUnits / kGroupUnits + 1][kVectors];  // of each group, see `multiply_part`
+    Words cross[kMostUnits / kGroupUnits + 1][kVectors];  // of each group, see `add_crossed`
+
+    const Words (&two_units(int unit) const)[2][kVectors] {
+        return *reinterpret_cast<const Words(*)[2][kVectors]>(words[unit]);
+    }
 
     template <class Source>
     ALWAYS_INLINE void fill(Source& source, int first, int count, int tile) {
-        static_assert(Source::kUnits == 2, "cross products are of two units");
         Words(*of_group)[kVectors] = cross;
         for (int unit = 0; unit < count; ++of_group) {
             Words sums[kVectors] = {};
-            for (const int end = least(unit + kGroupUnits, count); unit < end; unit += Source::kUnits) {
-                Words decoded[Source::kUnits][kVectors];
-#pragma GCC unroll 2
-                for (int i = 0; i < Source::kUnits; ++i) {
-                    source.decode(first + unit, i, tile, decoded[i]);
-                    memcpy(words[unit + i], decoded[i], sizeof decoded[i]);
-                }
-                for (int vector = 0; vector < kVectors; ++vector)
-                    sums[vector] += (Words)_mm256_madd_epi16((__m256i)decoded[0][vector], (__m256i)decoded[1][vector]);
+            for (const int end = least(unit + kGroupUnits, count); unit < end; unit += 2) {
+                Words decoded[2][kVectors];
+                source.decode(first + unit, tile, decoded);
+                memcpy(words[unit], decoded, sizeof decoded);
+                add_cross(decoded, sums);
             }
             memcpy(*of_group, sums, sizeof sums);
         }
@@ -206,51 +321,23 @@ struct DecodedPart {
 // Adds a group's sums to the results of a tile, or begins them.
 template <int kRows, int kVectors>
 ALWAYS_INLINE void add_group(
-    const Integers (&sums)[kRows][kVectors], const int16_t* behind, int64_t x_stride, int tile, bool is_first,
+    const Words (&sums)[kRows][kVectors], const int16_t* behind, int64_t x_stride, int tile, bool is_first,
     float (*results)[kPanel]
 ) {
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
-        const __m256 scale = _mm256_broadcast_ss((const float*)(behind + row * x_stride));
+        const Floats scale = broadcast(Grouped::common(behind + row * x_stride).scale);
 #pragma GCC unroll 8
         for (int vector = 0; vector < kVectors; ++vector) {
             float* to = results[row] + (tile * kVectors + vector) * kWidth;
             const Floats before = is_first ? Floats{} : load_floats(to);
-            const __m256 sum = _mm256_cvtepi32_ps((__m256i)sums[row][vector]);
-            store_floats(to, (Floats)_mm256_fmadd_ps(sum, scale, (__m256)before));
-        }
-    }
-}
-
-// Adds the products of two units of a part with those of the rows, made as `multiply_part` says.
-template <int kRows, int kVectors>
-ALWAYS_INLINE void add_crossed(
-    const __m256i* weights, const int16_t* x, int64_t x_stride, Words (&sums)[kRows][kVectors]
-) {
-#pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) {
-        int32_t first, second;
-        memcpy(&first, x + row * x_stride, sizeof first);
-        memcpy(&second, x + row * x_stride + InIntegers::kPerUnit, sizeof second);
-        const __m256i a = _mm256_set1_epi32(first), b = _mm256_set1_epi32(second);
-#pragma GCC unroll 2
-        for (int vector = 0; vector < kVectors; ++vector) {
-            const __m256i left = _mm256_add_epi16(a, weights[kVectors + vector]);
-            const __m256i right = _mm256_add_epi16(b, weights[vector]);
-            sums[row][vector] += (Words)_mm256_madd_epi16(left, right);
+            const Floats sum = __builtin_convertvector((Integers)sums[row][vector], Floats);
+            store_floats(to, multiply_add(sum, scale, before));
         }
     }
 }
 
 // Adds the products of a part with some rows to the results of a tile, or begins them.
-//
-// With a and b of a row, in one unit and the next, and v and w of the weight there,
-//
-//     a v + b w = (a + w)(b + v) - a b - v w
-//
-// is one product instead of two (Winograd 1968, "A New Algorithm for Inner Product"), where sums of a b over a group are
-// the row's, and those of v w the weight's. Additions are more by as many, but a core has twice as many units for them.
-// What is too large for 32 bits on the way is so by multiples of 2^32, and the group's sum is not.
 template <int kRows>
 ALWAYS_INLINE void multiply_part(
     const int16_t* x, int64_t x_stride, const DecodedPart& part, int num_units, int tile, bool is_first, Pace& pace,
@@ -259,53 +346,39 @@ ALWAYS_INLINE void multiply_part(
     constexpr int kVectors = DecodedPart::kVectors;
     const Words(*cross)[kVectors] = part.cross;
     for (int unit = 0; unit < num_units; is_first = false, ++cross) {
-        const int group_end = least(unit + kGroupUnits, num_units);
         Words sums[kRows][kVectors] = {};
-        while (unit < group_end) {
-            Run run = pace.next((group_end - unit) / kStepUnits);
-            const char* line = run.at;
-            for (const int run_end = unit + run.num_units * kStepUnits; unit < run_end;) {
-                ask(line, run, 1);
-                for (const int end = unit + kStepUnits; unit < end; unit += 2, x += 2 * InIntegers::kPerUnit)
-                    add_crossed((const __m256i*)part.words[unit], x, x_stride, sums);
-            }
-        }
-        Integers products[kRows][kVectors];
-#pragma GCC unroll 4
-        for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 2
-            for (int vector = 0; vector < kVectors; ++vector)
-                products[row][vector] =
-                    (Integers)(sums[row][vector] - (*cross)[vector] - Grouped::common(x + row * x_stride).cross);
-        add_group(products, x, x_stride, tile, is_first, results);
+        walk<kStepUnits>(pace, unit, least(unit + kGroupUnits, num_units), [&](int begin) __attribute__((always_inline)) {
+            for (int i = begin; i < begin + kStepUnits; i += 2, x += 2 * InIntegers::kPerUnit)
+                add_crossed(part.two_units(i), x, x_stride, sums);
+        });
+        take_cross(*cross, x, x_stride, sums);
+        add_group(sums, x, x_stride, tile, is_first, results);
         x += Grouped::kCommonValues;
     }
 }
 
-// Adds the products of all units of a panel with few rows, decoded by each tile for its outputs. There memory decides, and
-// to ask for more than a few lines at once would hold up what is needed now.
+// Adds the products of all units of a panel with few rows, decoded by each tile for its outputs. There memory may decide,
+// and to ask for more than a few lines at once would hold up what is needed now.
 template <int kRows, int kVectors, class Source>
 ALWAYS_INLINE void multiply_decoding(
     const int16_t* x, int64_t x_stride, Source& source, int num_units, int tile, Pace& pace, float (*results)[kPanel]
 ) {
-    constexpr int kUnits = Source::kUnits;
     for (int unit = 0; unit < num_units; x += Grouped::kCommonValues) {
         const bool is_first = unit == 0;
-        Integers sums[kRows][kVectors] = {};
-        const int end = least(unit + kGroupUnits, num_units);
-        while (unit < end) {
-            Run run = pace.next((end - unit) / kUnits);
-            const char* line = run.at;
-            for (const int run_end = unit + run.num_units * kUnits; unit < run_end; unit += kUnits) {
-                ask(line, run, 1);
-#pragma GCC unroll 2
-                for (int i = 0; i < kUnits; ++i, x += InIntegers::kPerUnit) {
-                    Words weights[kVectors];
-                    source.decode(unit, i, tile, weights);
-                    add_pairs(weights, x, x_stride, sums);
-                }
+        Words sums[kRows][kVectors] = {}, cross[kVectors] = {};
+        walk<2>(pace, unit, least(unit + kGroupUnits, num_units), [&](int first) __attribute__((always_inline)) {
+            Words weights[2][kVectors];
+            source.decode(first, tile, weights);
+            if constexpr (kRows > kMostPlainRows) {
+                add_cross(weights, cross);
+                add_crossed(weights, x, x_stride, sums);
+            } else {
+                add_unit(weights[0], x, x_stride, sums);
+                add_unit(weights[1], x + InIntegers::kPerUnit, x_stride, sums);
             }
-        }
+            x += 2 * InIntegers::kPerUnit;
+        });
+        if constexpr (kRows > kMostPlainRows) take_cross(cross, x, x_stride, sums);
         add_group(sums, x, x_stride, tile, is_first, results);
     }
 }
@@ -325,10 +398,10 @@ struct IntegerPanels {
         int num_rows, const int16_t* x, int64_t x_stride, Decoded<Product, Source> panel, int num_units, Ahead& ahead,
         float (*results)[kPanel]
     ) {
-        if (num_rows <= kVectorRows)
+        if (num_rows <= kDecodingRows)
             with_rows(num_rows, [&](auto rows) __attribute__((always_inline)) {
                 constexpr int kCount = decltype(rows)::value, kVectors = kCount <= kWholeRows ? kPanelVectors : 2;
-                Pace pace(ahead, kPanelVectors / kVectors * (num_units / Source::kUnits));
+                Pace pace(ahead, kPanelVectors / kVectors * (num_units / 2));
                 for (int tile = 0; tile < kPanelVectors / kVectors; ++tile)
                     multiply_decoding<kCount, kVectors>(x, x_stride, panel.source, num_units, tile, pace, results);
             });

@@ -41,7 +41,8 @@ EXPORT const char* best_level() {
     const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;  // clang's builtin does not know its name
     const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512vnni");
     const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
     if (bf16 && may_use_tiles()) return "amx_bf16";
     if (bf16) return "avx512_bf16";

@@ -7,7 +7,7 @@
 // Of a quantized weight each value is an int8, [inputs][32] in each panel, and each output has a scale. An int8 is a
 // number of every other kind too: the sum runs over the integers themselves, and is multiplied by the scale once.
 // A weight of bfloat16 may be coded (coded.hpp): its panels are shorter, and its values the same. Or it may be of integers
-// (integers.hpp): its panels are as short, and many rows take half of the time that they take in float32.
+// (integers.hpp): its panels are as short, and many rows take less time.
 //
 // An output is one sum, made in one order (panels.hpp): neither the batch nor the threads change a bit of it.
 #pragma once

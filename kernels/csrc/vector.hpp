@@ -99,6 +99,26 @@ ALWAYS_INLINE void store_floats(float* to, Floats value, int lanes) {
     for (int lane = 0; lane < lanes; ++lane) to[lane] = value[lane];
 }
 
+#if defined(__AVX2__)
+// Rounded to the nearest, ties to even.
+ALWAYS_INLINE Integers nearest_integers(Floats x) {
+#if defined(__AVX512F__)
+    return (Integers)_mm512_cvtps_epi32((__m512)x);
+#else
+    return (Integers)_mm256_cvtps_epi32((__m256)x);
+#endif
+}
+
+// a * b + c, rounded once. Where such a sum is written out, a compiler may round it once here, and twice there.
+ALWAYS_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
+#endif
+
 // 2^x with an error of some 2e-7 of it: x = n + r, a polynomial in r on [-1/2, 1/2], and n added to the exponent (Cody
 // & Waite 1980). Below -126 it gives 2^-126, which is as good as nothing; NaN stays NaN, and 0 gives exactly 1.
 ALWAYS_INLINE Floats power_of_two(Floats x) {
