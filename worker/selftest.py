@@ -30,7 +30,10 @@ from worker.weights import weight_bytes
 
 _DISTRIBUTIONS = ("pagewire", "torch", "triton", "numpy", "safetensors", "transformers", "grpcio")
 # What kernels and torch ask for, of x86-64 and of Arm, as /proc/cpuinfo names them.
-_INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+_INSTRUCTIONS = (
+    *("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"),
+    *("asimd", "bf16", "i8mm", "sve"),
+)
 _SPEED_BYTES = 256 << 20
 _PRODUCT_SIZE = 1024
 _PRODUCTS = {

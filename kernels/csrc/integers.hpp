@@ -260,7 +260,7 @@ ALWAYS_INLINE void add_crossed(
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
         const int16_t* of_row = x + row * x_stride;
-        asm("" : "+r"(of_row));
+        asm("" : "+r"(of_row));  // or the compiler would keep two offsets for each row
         const Words a = broadcast_pair(of_row), b = broadcast_pair(of_row + InIntegers::kPerUnit);
 #pragma GCC unroll 2
         for (int vector = 0; vector < kVectors; ++vector)
@@ -295,12 +295,8 @@ struct DecodedPart {
     // So many stay in the first cache while all rows go past them, and some of these rows too. A panel of more is worked
     // on in parts of whole groups.
     static constexpr int kMostUnits = kMostPartUnits, kWholeGroups = kMostUnits / kGroupUnits * kGroupUnits;
-    alignas(64) uint32_t words[kMostUnits][kVectors * kWidth];
+    Words pairs[kMostUnits / 2][2][kVectors];             // of units
     Words cross[kMostUnits / kGroupUnits + 1][kVectors];  // of each group, see `add_crossed`
-
-    const Words (&two_units(int unit) const)[2][kVectors] {
-        return *reinterpret_cast<const Words(*)[2][kVectors]>(words[unit]);
-    }
 
     template <class Source>
     ALWAYS_INLINE void fill(Source& source, int first, int count, int tile) {
@@ -308,10 +304,8 @@ struct DecodedPart {
         for (int unit = 0; unit < count; ++of_group) {
             Words sums[kVectors] = {};
             for (const int end = least(unit + kGroupUnits, count); unit < end; unit += 2) {
-                Words decoded[2][kVectors];
-                source.decode(first + unit, tile, decoded);
-                memcpy(words[unit], decoded, sizeof decoded);
-                add_cross(decoded, sums);
+                source.decode(first + unit, tile, pairs[unit / 2]);
+                add_cross(pairs[unit / 2], sums);
             }
             memcpy(*of_group, sums, sizeof sums);
         }
@@ -349,7 +343,7 @@ ALWAYS_INLINE void multiply_part(
         Words sums[kRows][kVectors] = {};
         walk<kStepUnits>(pace, unit, least(unit + kGroupUnits, num_units), [&](int begin) __attribute__((always_inline)) {
             for (int i = begin; i < begin + kStepUnits; i += 2, x += 2 * InIntegers::kPerUnit)
-                add_crossed(part.two_units(i), x, x_stride, sums);
+                add_crossed(part.pairs[i / 2], x, x_stride, sums);
         });
         take_cross(*cross, x, x_stride, sums);
         add_group(sums, x, x_stride, tile, is_first, results);
