@@ -1,7 +1,7 @@
 // Products of bfloat16 by integers of 16 bits: two multiplications in each lane at once, and since two integers are added
-// without error, half as many of them are needed (`add_crossed`). Where there is AVX2 alone that makes twice as many products
-// a second as in float32, and where there is AVX-512 a third more than its dot products of bfloat16. Tile registers have
-// more of these still.
+// without error, half as many of them are needed (`add_crossed`). Where there is AVX2 alone that makes twice as many
+// products a second as in float32, and where there is AVX-512 a third more than its dot products of bfloat16. Tile
+// registers have more of these still.
 //
 // A bfloat16 has 8 significant bits, and an integer of 14 has room for what its neighbours are larger, so one scale serves
 // many, as in block floating point (Wilkinson 1963, "Rounding Errors in Algebraic Processes"). Of a row each group of 320
@@ -140,8 +140,8 @@ struct InIntegers {
 
 constexpr int kGroupUnits = kGroup / InIntegers::kPerUnit;
 // The most rows with which a tile decodes units for itself, and with which memory decides, so that no two products are
-// made one. For more rows units are decoded into memory: the most that are there at once, and those between which memory is
-// asked for then.
+// made one. For more rows units are decoded into memory: the most that are there at once, and those between which memory
+// is asked for then.
 #if defined(__AVX512F__)
 constexpr int kDecodingRows = 12, kMostPlainRows = 4, kMostPartUnits = kGroupUnits, kStepUnits = 4;
 #else
@@ -292,11 +292,11 @@ ALWAYS_INLINE void take_cross(
 // Some of a panel's units, decoded: those of a tile's outputs.
 struct DecodedPart {
     static constexpr int kVectors = 2;
-    // So many stay in the first cache while all rows go past them, and some of these rows too. A panel of more is worked
-    // on in parts of whole groups.
-    static constexpr int kMostUnits = kMostPartUnits, kWholeGroups = kMostUnits / kGroupUnits * kGroupUnits;
-    Words pairs[kMostUnits / 2][2][kVectors];             // of units
-    Words cross[kMostUnits / kGroupUnits + 1][kVectors];  // of each group, see `add_crossed`
+    // As many as stay in the first cache while all rows go past them, and some of these rows too. A panel of more is
+    // worked on in parts of whole groups.
+    static constexpr int kWholeGroups = kMostPartUnits / kGroupUnits * kGroupUnits;
+    Words pairs[kMostPartUnits / 2][2][kVectors];             // of units
+    Words cross[kMostPartUnits / kGroupUnits + 1][kVectors];  // of each group, see `add_crossed`
 
     template <class Source>
     ALWAYS_INLINE void fill(Source& source, int first, int count, int tile) {
@@ -414,7 +414,7 @@ struct IntegerPanels {
         float (*results)[kPanel]
     ) {
         constexpr int kTiles = kPanelVectors / DecodedPart::kVectors;
-        const int part_units = num_units <= part_.kMostUnits ? num_units : part_.kWholeGroups;
+        const int part_units = num_units <= kMostPartUnits ? num_units : part_.kWholeGroups;
         Pace pace(ahead, (num_rows + kPartRows - 1) / kPartRows * kTiles * (num_units / kStepUnits));
         for (int first = 0; first < num_units; first += part_units) {
             const int count = least(part_units, num_units - first);
