@@ -140,14 +140,13 @@ struct InIntegers {
 
 constexpr int kGroupUnits = kGroup / InIntegers::kPerUnit;
 // The most rows with which a tile decodes units for itself, and with which memory decides, so that no two products are
-// made one. For more rows units are decoded into memory: the most that are there at once, and those between which memory
-// is asked for then.
+// made one. For more rows units are decoded into memory: the most that are there at once, those between which memory is
+// asked for then, and the most rows of a tile.
 #if defined(__AVX512F__)
-constexpr int kDecodingRows = 12, kMostPlainRows = 4, kMostPartUnits = kGroupUnits, kStepUnits = 4;
+constexpr int kDecodingRows = 12, kMostPlainRows = 4, kMostPartUnits = kGroupUnits, kStepUnits = 4, kPartRows = 6;
 #else
-constexpr int kDecodingRows = 6, kMostPlainRows = 6, kMostPartUnits = 288, kStepUnits = 16;
+constexpr int kDecodingRows = 6, kMostPlainRows = 6, kMostPartUnits = 288, kStepUnits = 16, kPartRows = 4;
 #endif
-constexpr int kPartRows = 4;  // of a tile, where units stand in memory
 static_assert(kGroup % kLeastGroup == 0 && kLeastGroup % (kStepUnits * InIntegers::kPerUnit) == 0, "steps fill groups");
 
 // A panel of pairs.
@@ -227,6 +226,14 @@ ALWAYS_INLINE void walk(Pace& pace, int& unit, int end, Body body) {
     }
 }
 
+// As `add_products`, and the compiler is not to multiply what comes next before it has added: that would take more
+// registers than there are.
+ALWAYS_INLINE Words add_at_once(Words sum, Words a, Words b) {
+    sum = add_products(sum, a, b);
+    asm("" : "+v"(sum));
+    return sum;
+}
+
 // Adds the products of a unit's pairs with those of the rows.
 template <int kRows, int kVectors>
 ALWAYS_INLINE void add_unit(
@@ -236,13 +243,20 @@ ALWAYS_INLINE void add_unit(
     for (int row = 0; row < kRows; ++row) {
         const Words pair = broadcast_pair(x + row * x_stride);
 #pragma GCC unroll 8
-        for (int vector = 0; vector < kVectors; ++vector) {
-            Words sum = add_products(sums[row][vector], weights[vector], pair);
-            // Or the compiler would multiply two units first and then add: more than there are registers for.
-            asm("" : "+v"(sum));
-            sums[row][vector] = sum;
-        }
+        for (int vector = 0; vector < kVectors; ++vector)
+            sums[row][vector] = add_at_once(sums[row][vector], weights[vector], pair);
     }
+}
+
+// Whether two products of a tile's row are made one, see `add_crossed`. Where the instruction that multiplies adds too,
+// a core's two units for products would be done with a row's before the other two are with its additions. So one row of
+// three has all of its products: then it is 4 products and 4 additions for each vector of the three.
+constexpr bool is_crossed(int row) {
+#if defined(__AVX512F__)
+    return row % 3 != 2;
+#else
+    return row >= 0;
+#endif
 }
 
 // Adds the products of two units, each two pairs' as one product. With a and b of a row, in one unit and the next, and v
@@ -263,9 +277,13 @@ ALWAYS_INLINE void add_crossed(
         asm("" : "+r"(of_row));  // or the compiler would keep two offsets for each row
         const Words a = broadcast_pair(of_row), b = broadcast_pair(of_row + InIntegers::kPerUnit);
 #pragma GCC unroll 2
-        for (int vector = 0; vector < kVectors; ++vector)
-            sums[row][vector] =
-                add_products(sums[row][vector], add_pairs(a, weights[1][vector]), add_pairs(b, weights[0][vector]));
+        for (int vector = 0; vector < kVectors; ++vector) {
+            Words& sum = sums[row][vector];
+            if (is_crossed(row))
+                sum = add_products(sum, add_pairs(a, weights[1][vector]), add_pairs(b, weights[0][vector]));
+            else
+                sum = add_at_once(add_at_once(sum, weights[0][vector], a), weights[1][vector], b);
+        }
     }
 }
 
@@ -277,7 +295,7 @@ ALWAYS_INLINE void add_cross(const Words (&weights)[2][kVectors], Words (&cross)
         cross[vector] = add_products(cross[vector], weights[0][vector], weights[1][vector]);
 }
 
-// Takes from a group's sums what they are too large by, the row's own products and the weight's.
+// Takes from a group's sums what those of crossed rows are too large by, the row's own products and the weight's.
 template <int kRows, int kVectors>
 ALWAYS_INLINE void take_cross(
     const Words (&cross)[kVectors], const int16_t* behind, int64_t x_stride, Words (&sums)[kRows][kVectors]
@@ -286,7 +304,7 @@ ALWAYS_INLINE void take_cross(
     for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 2
         for (int vector = 0; vector < kVectors; ++vector)
-            sums[row][vector] -= cross[vector] + Grouped::common(behind + row * x_stride).cross;
+            if (is_crossed(row)) sums[row][vector] -= cross[vector] + Grouped::common(behind + row * x_stride).cross;
 }
 
 // Some of a panel's units, decoded: those of a tile's outputs.
