@@ -250,10 +250,13 @@ ALWAYS_INLINE void add_unit(
 
 // Whether two products of a tile's row are made one, see `add_crossed`. Where the instruction that multiplies adds too,
 // a core's two units for products would be done with a row's before the other two are with its additions. So one row of
-// three has all of its products: then it is 4 products and 4 additions for each vector of the three.
+// three has all of its products: then it is 4 products and 4 additions for each vector of the three. CPUs with such an
+// instruction and none for bfloat16 are Intel's, where the same two units do both: there all rows have all.
 constexpr bool is_crossed(int row) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
     return row % 3 != 2;
+#elif defined(__AVX512F__)
+    return row < 0;
 #else
     return row >= 0;
 #endif
