@@ -2,7 +2,8 @@
 //
 // Attention to many sequences waits for memory, and a product with many rows leaves memory idle. So what attention reads
 // is asked for while the products before it compute: not into a core's own cache, which is too small for it, but by way
-// of that into the one that the cores share. When memory is read changes, and not what is computed.
+// of that into the one that it shares with some others. So each thread asks for what it is going to read itself. When
+// memory is read changes, and not what is computed.
 #pragma once
 
 #include "threads.hpp"
@@ -18,21 +19,33 @@ struct Span {
     int64_t bytes;
 };
 
-// Some blocks of each layer's cache.
+// Some blocks of each layer's cache, share by share of attention to them.
 struct BlocksAhead {
     int32_t* ids;
-    int64_t count;
+    int64_t ends[kMostShares];  // of each share's among them
+    int num_shares;
     int64_t bytes;   // of what K's cache holds in one, and V's
     int64_t stride;  // bytes from one to the next, in either
 
-    int64_t all_bytes() const { return 2 * count * bytes; }
+    int64_t count() const { return num_shares > 0 ? ends[num_shares - 1] : 0; }
+    int64_t all_bytes() const { return 2 * count() * bytes; }
+    // Of one layer: K of the first block, its V, K of the second one.
+    Shares spans() const {
+        Shares made;
+        made.num_shares = num_shares;
+        for (int i = 0; i < num_shares; ++i) {
+            made.shares[i].next = i > 0 ? 2 * ends[i - 1] : 0;
+            made.shares[i].end = 2 * ends[i];
+        }
+        return made;
+    }
 };
 
 // What a layer's K and V are in these: threads take it span by span.
 struct ContextAhead {
     const BlocksAhead* blocks;
     const char* caches[2];
-    Counter spans;  // K of the first block, its V, K of the second one
+    Shares spans;
 
     Span span(int64_t number) const {
         return {caches[number % 2] + blocks->ids[number / 2] * blocks->stride, blocks->bytes};
@@ -52,7 +65,8 @@ constexpr int kMostRuns = 8;
 // What a thread asks for.
 class Ahead {
   public:
-    explicit Ahead(ContextAhead* context) : context_(context) {}
+    Ahead(ContextAhead* context, int thread)
+        : context_(context), spans_(context != nullptr ? context->spans : no_spans_, thread) {}
 
     // For the tiles of some rows: some weights, and then so much of the context.
     void begin(Span weights, int64_t context_bytes) {
@@ -94,8 +108,7 @@ class Ahead {
     // Some of the next `bytes`, which are less then by as much, or none where the context has no more.
     Span take_context(int64_t& bytes) {
         if (bytes > 0 && span_.bytes == 0) {
-            const int64_t number = context_->spans.take(1);
-            if (number < context_->spans.count) span_ = context_->span(number);
+            if (spans_.take(1)) span_ = context_->span(spans_.first);
         }
         const Span taken = take(span_, bytes);
         bytes = taken.bytes > 0 ? bytes - taken.bytes : 0;
@@ -103,6 +116,8 @@ class Ahead {
     }
 
     ContextAhead* const context_;
+    Shares no_spans_ = Shares::evenly(0, 1);
+    Taker spans_;
     Span weights_ = {};          // of these tiles, not asked for yet
     int64_t context_bytes_ = 0;  // likewise
     Span span_ = {};             // of the context, begun with

@@ -42,14 +42,14 @@ struct Plan {
     Cascade cascade;
     float* partials;
     int32_t* splits_left;  // of each tile, for the last one to merge
-    int64_t num_items;
+    Shares items;
     bool worthwhile;  // for several threads
 };
 
 struct AttentionJob {
     Attention a;
     Plan plan;
-    Counter items;
+    Shares items;
     bool out_of_memory;
 };
 
@@ -205,7 +205,7 @@ void* prepare(const Attention& a, Scratch<Product>& scratch) {
 }
 
 template <class Product>
-void attend_items(void* data) {
+void attend_items(void* data, int thread) {
     AttentionJob& job = *static_cast<AttentionJob*>(data);
     Scratch<Product> scratch;
     void* memory = prepare(job.a, scratch);
@@ -214,14 +214,15 @@ void attend_items(void* data) {
         return;
     }
     scratch.product.begin(job.a.block_size);
-    Item item, next;
-    int64_t number = job.items.take(1);
-    if (number < job.items.count) next = find_item(job, number, 0);
-    while (number < job.items.count) {
-        item = next;
-        number = job.items.take(1);
-        const bool more = number < job.items.count;
-        if (more) next = find_item(job, number, item.shared != nullptr ? 0 : item.row);
+    Taker items(job.items, thread);
+    Item next;
+    bool more = items.take(1);
+    if (more) next = find_item(job, items.first, 0);
+    while (more) {
+        const Item item = next;
+        const int64_t number = items.first;
+        more = items.take(1);
+        if (more) next = find_item(job, items.first, items.first > number && item.shared == nullptr ? item.row : 0);
         attend<Product>(job, item, more ? &next : nullptr, scratch);
     }
     scratch.product.end();
@@ -242,16 +243,54 @@ int find_misfit(const Attention& a, int64_t num_tokens) {
     return a.query_starts[0] == 0 && a.query_starts[a.num_rows] == num_tokens ? -1 : a.num_rows;
 }
 
+// What a row's tiles cost.
+int64_t cost_of(const Attention& a, int row) {
+    return (int64_t)a.num_kv_heads * a.num_queries(row) * a.context_lengths[row];
+}
+
 // Says which rows are split: those whose tiles are each a large share of all work. Gives what all of it costs.
 int64_t choose_splits(const Attention& a, int num_threads, RowPlan* rows) {
     int64_t cost = 0;
-    for (int row = 0; row < a.num_rows; ++row)
-        cost += (int64_t)a.num_kv_heads * a.num_queries(row) * a.context_lengths[row];
+    for (int row = 0; row < a.num_rows; ++row) cost += cost_of(a, row);
     for (int row = 0; row < a.num_rows; ++row) {
         const int64_t tile_cost = (int64_t)least(a.tile_queries(), a.num_queries(row)) * a.context_lengths[row];
         rows[row].split = num_threads > 1 && a.num_splits(row) > 1 && tile_cost * 4 * num_threads > cost;
     }
     return cost;
+}
+
+// Calls body(rows, num_rows, first_item, num_items) for each tile of a family and each other row, in the order of items.
+template <class Body>
+void visit_items(const Attention& a, const Plan& plan, Body body) {
+    for (int i = 0; i < plan.cascade.num_tiles; ++i) {
+        const SharedTile& tile = plan.cascade.tiles[i];
+        body(tile.rows, tile.num_rows, (int64_t)i * a.num_kv_heads, (int64_t)a.num_kv_heads);
+    }
+    for (int32_t row = 0; row < a.num_rows; ++row) {
+        const int64_t first_item = plan.rows[row].first_item;
+        if (!plan.cascade.has_row[row]) body(&row, 1, first_item, plan.rows[row + 1].first_item - first_item);
+    }
+}
+
+// Shares that cost about the same; all items cost `cost`.
+Shares share_out_items(const Attention& a, const Plan& plan, int num_threads, int64_t cost) {
+    Shares shares = Shares::evenly(0, num_threads);
+    int share = 0;
+    int64_t cost_before = 0;
+    visit_items(a, plan, [&](const int32_t* rows, int num_rows, int64_t first_item, int64_t num_items) {
+        int64_t cost_of_these = 0;
+        for (int i = 0; i < num_rows; ++i) cost_of_these += cost_of(a, rows[i]);
+        for (; share + 1 < shares.num_shares; ++share) {
+            const int64_t left = cost * (share + 1) / shares.num_shares - cost_before;
+            if (left >= cost_of_these) break;
+            shares.shares[share].end = shares.shares[share + 1].next = first_item + num_items * left / cost_of_these;
+        }
+        cost_before += cost_of_these;
+        shares.shares[share].end = first_item + num_items;
+    });
+    for (; share + 1 < shares.num_shares; ++share)
+        shares.shares[share + 1].next = shares.shares[share + 1].end = shares.shares[share].end;
+    return shares;
 }
 
 // Shares the work out; the plan is to be freed. False without memory.
@@ -278,8 +317,8 @@ bool make_plan(const Attention& a, int num_threads, Plan& plan) {
         }
     }
     plan.rows[a.num_rows] = next;
-    plan.num_items = next.first_item;
-    plan.worthwhile = plan.num_items > 1 && cost * a.head_dim > 1 << 14;
+    plan.items = share_out_items(a, plan, num_threads, cost);
+    plan.worthwhile = next.first_item > 1 && cost * a.head_dim > 1 << 14;
     if (next.first_tile == 0) return true;
 
     const size_t bytes = sizeof(float) * next.first_partial + sizeof(int32_t) * next.first_tile;
@@ -317,9 +356,9 @@ Work attention_work(const Attention& a) {
 int paged_attention(const Attention& a, int64_t num_tokens, const Threads& threads) {
     const int misfit = find_misfit(a, num_tokens);
     if (misfit >= 0 || a.num_rows == 0) return misfit;
-    AttentionJob job = {a, {}, {0, 0}, false};
+    AttentionJob job = {a, {}, {}, false};
     job.out_of_memory = !make_plan(a, threads.num_threads, job.plan);
-    job.items.count = job.plan.num_items;
+    job.items = job.plan.items;
     if (!job.out_of_memory) run_on(threads, job.plan.worthwhile, attention_work(a), &job);
     free_plan(job.plan);
     return job.out_of_memory ? -2 : -1;

@@ -34,7 +34,7 @@ struct CacheWrite {
 
 struct CacheJob {
     CacheWrite a;
-    Counter tokens;
+    Shares tokens;
 };
 
 // Some components of one head, `first` and the `count` - 1 behind it, into a slot.
@@ -110,14 +110,14 @@ ALWAYS_INLINE void rotate_token(const CacheWrite& a, int64_t token) {
 }
 
 template <class Cache, int kUnit>
-void write_tokens(void* data) {
+void write_tokens(void* data, int thread) {
     constexpr int64_t kStep = 16;
     CacheJob& job = *static_cast<CacheJob*>(data);
-    for (int64_t token = job.tokens.take(kStep); token < job.tokens.count; token = job.tokens.take(kStep))
-        for (int64_t i = token; i < token + kStep && i < job.tokens.count; ++i) {
+    for (Taker tokens(job.tokens, thread); tokens.take(kStep);)
+        for (int64_t token = tokens.first; token < tokens.end; ++token) {
             if (job.a.heads != nullptr)
-                with_element(job.a.dtype, [&](auto element) { rotate_token<decltype(element)>(job.a, i); });
-            write_token<Cache, kUnit>(job.a, i);
+                with_element(job.a.dtype, [&](auto element) { rotate_token<decltype(element)>(job.a, token); });
+            write_token<Cache, kUnit>(job.a, token);
         }
 }
 
@@ -138,7 +138,7 @@ int find_misfit(const CacheWrite& a) {
 int write_cache(const CacheWrite& a, const Threads& threads) {
     const int misfit = find_misfit(a);
     if (misfit >= 0) return misfit;
-    CacheJob job = {a, {0, a.num_tokens}};
+    CacheJob job = {a, Shares::evenly(a.num_tokens, threads.num_threads)};
     run_on(threads, a.num_tokens >= 48, cache_work(a.cache_dtype), &job);
     return -1;
 }

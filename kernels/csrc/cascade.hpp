@@ -61,12 +61,15 @@ int choose_depth(const int32_t* shared, int count) {
     return depth;
 }
 
-// As many tiles as their size asks for, or, heads counted, four for each thread; 0 if too few to keep the threads busy.
+// As many tiles as their size asks for, or, heads counted, four for each thread, and so many more that all threads get as
+// many, where there are rows enough; 0 if too few to keep the threads busy.
 int choose_num_tiles(const Attention& a, int num_rows, int num_threads) {
     const int for_size = (num_rows + a.tile_queries() - 1) / a.tile_queries();
     if (num_threads == 1) return for_size;
-    const int for_threads = least((4 * num_threads + a.num_kv_heads - 1) / a.num_kv_heads, num_rows / 2);
-    const int num_tiles = for_size > for_threads ? for_size : for_threads;
+    const int most = num_rows / 2;
+    const int for_threads = least((4 * num_threads + a.num_kv_heads - 1) / a.num_kv_heads, most);
+    int num_tiles = for_size > for_threads ? for_size : for_threads;
+    while (num_tiles * a.num_kv_heads % num_threads != 0 && num_tiles < most) ++num_tiles;
     return num_tiles * a.num_kv_heads < 2 * num_threads ? 0 : num_tiles;
 }
 

@@ -226,7 +226,7 @@ inline void encode_panel(Encoding& a, int64_t number) {
     exception->pair = INT32_MAX;
 }
 
-inline void encode_panels(void* data) {
+inline void encode_panels(void* data, int) {
     EncodingJob& job = *static_cast<EncodingJob*>(data);
     for (int64_t number = job.panels.take(1); number < job.panels.count; number = job.panels.take(1))
         encode_panel(job.a, number);

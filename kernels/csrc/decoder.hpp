@@ -79,12 +79,11 @@ struct PickJob {
     int num_scored;
     char *attended, *residual;
     int64_t attended_bytes, residual_bytes;  // of a row
-    Counter once;
 };
 
-inline void pick_rows(void* data) {
+inline void pick_rows(void* data, int thread) {
     PickJob& job = *static_cast<PickJob*>(data);
-    if (job.once.take(1) > 0) return;
+    if (thread > 0) return;
     // A row never moves back, so each is read before another one takes its place.
     for (int64_t to = 0; to < job.num_scored; ++to) {
         const int64_t from = job.scored[to];
@@ -93,25 +92,35 @@ inline void pick_rows(void* data) {
     }
 }
 
-// Lists each block once that a query sees, up to so many bytes of K and V; to be freed. False without memory.
-bool list_blocks(const Attention& a, int64_t most_bytes, BlocksAhead& ahead) {
+// Lists each block once for each share whose queries see it, up to so many bytes of K and V; to be freed. False without
+// memory.
+bool list_blocks(const Attention& a, const Plan& plan, int64_t most_bytes, BlocksAhead& ahead) {
     const int64_t value_bytes = size_of(a.cache_dtype);
     ahead.bytes = (int64_t)a.block_size * a.num_kv_heads * a.head_dim * value_bytes;
     ahead.stride = a.block_stride * value_bytes;
-    const int64_t most = most_bytes / (2 * ahead.bytes);
-    ahead.ids = static_cast<int32_t*>(malloc(sizeof(int32_t) * most + 1));
-    bool* const is_listed = static_cast<bool*>(calloc(a.num_blocks, sizeof(bool)));
-    const bool has_memory = ahead.ids != nullptr && is_listed != nullptr;
-    for (int row = 0; has_memory && row < a.num_rows; ++row) {
+    ahead.num_shares = plan.items.num_shares;
+    const int64_t most = most_bytes / (2 * ahead.bytes) / ahead.num_shares;  // of a share
+    ahead.ids = static_cast<int32_t*>(malloc(sizeof(int32_t) * most * ahead.num_shares + 1));
+    uint8_t* const last_lister = static_cast<uint8_t*>(calloc(a.num_blocks, 1));  // of each block: its number, from 1
+    const bool has_memory = ahead.ids != nullptr && last_lister != nullptr;
+    int share = 0;  // whose blocks are listed
+    int64_t count = 0, end = most;
+    const auto list_row = [&](int row) {
         const int32_t* table = a.block_tables + row * a.table_stride;
         const int first_seen = a.first_seen(a.context_lengths[row] - a.num_queries(row));
-        const int end = (a.context_lengths[row] + a.block_size - 1) / a.block_size;
-        for (int i = first_seen / a.block_size; i < end && ahead.count < most; ++i) {
-            if (!is_listed[table[i]]) ahead.ids[ahead.count++] = table[i];
-            is_listed[table[i]] = true;
+        const int last = (a.context_lengths[row] - 1) / a.block_size;
+        for (int i = first_seen / a.block_size; i <= last && count < end; ++i) {
+            if (last_lister[table[i]] != share + 1) ahead.ids[count++] = table[i];
+            last_lister[table[i]] = share + 1;
         }
-    }
-    free(is_listed);
+    };
+    if (has_memory)
+        visit_items(a, plan, [&](const int32_t* rows, int num_rows, int64_t first_item, int64_t) {
+            for (const int next = plan.items.find(first_item); share < next; ++share) ahead.ends[share] = count, end = count + most;
+            for (int i = 0; i < num_rows; ++i) list_row(rows[i]);
+        });
+    for (; share < ahead.num_shares; ++share) ahead.ends[share] = count;
+    free(last_lister);
     return has_memory;
 }
 
@@ -147,27 +156,26 @@ class DecoderPlan {
             const DecoderLayer& layer = d.layers[i];
             LayerJobs& job = jobs[i];
             const bool is_last = i + 1 == d.num_layers;
-            const Weights* behind = is_last ? nullptr : &d.layers[i + 1].qkv;
+            const LinearJob* output = is_last && step.num_scored == 0 ? nullptr : &job.output;
+            const LinearJob* behind = is_last ? nullptr : &jobs[i + 1].qkv;
             ContextAhead* context = is_last ? nullptr : &jobs[i + 1].context;
             const auto cache = [&](int number) { return static_cast<const char*>(step.caches[2 * i + number]); };
-            job.context = {&ahead, {cache(0), cache(1)}, {0, 2 * ahead.count}};
+            job.context = {&ahead, {cache(0), cache(1)}, ahead.spans()};
             // Nothing is added to the embeddings.
             job.attention_norm = i == 0 ? normalize(step.residual, nullptr, layer.attention_norm, b.normed)
                                         : normalize(b.x, step.residual, layer.attention_norm, b.normed);
-            job.qkv = multiply(layer.qkv, b.normed, b.heads, &layer.output, &job.context);
-            job.cache = {cache_write(i), {0, step.num_tokens}};
-            job.attention = {attend(i), attention, {0, attention.num_items}, false};
+            job.qkv = multiply(layer.qkv, b.normed, b.heads, output, &job.context);
+            job.cache = {cache_write(i), Shares::evenly(step.num_tokens, num_threads)};
+            job.attention = {attend(i), attention, attention.items, false};
             const bool picks = is_last && step.num_scored < step.num_tokens;
             if (picks) num_tokens = step.num_scored;
-            job.output = multiply(layer.output, b.attended, b.x, &layer.gate_up, context);
+            job.output = multiply(layer.output, b.attended, b.x, &job.gate_up, context);
             job.mlp_norm = normalize(b.x, step.residual, layer.mlp_norm, b.normed);
-            job.gate_up = multiply(layer.gate_up, b.normed, b.gated, &layer.down, context);
-            job.gate_up.a.gated = true;
-            job.gate_up.a.out_stride /= 2;
+            job.gate_up = multiply(layer.gate_up, b.normed, b.gated, &job.down, context, true);
             job.down = multiply(layer.down, b.gated, b.x, behind, context);
 
             *next++ = {norm, &job.attention_norm};
-            *next++ = {linear_work(job.qkv.a), &job.qkv};
+            *next++ = {job.qkv.work, &job.qkv};
             *next++ = {cache_work(step.cache_dtype), &job.cache};
             *next++ = {attention_work(job.attention.a), &job.attention};
             if (picks) {
@@ -175,10 +183,10 @@ class DecoderPlan {
                 *next++ = {pick_rows, &pick};
                 if (num_tokens == 0) return (int)(next - stages);
             }
-            *next++ = {linear_work(job.output.a), &job.output};
+            *next++ = {job.output.work, &job.output};
             *next++ = {norm, &job.mlp_norm};
-            *next++ = {linear_work(job.gate_up.a), &job.gate_up};
-            *next++ = {linear_work(job.down.a), &job.down};
+            *next++ = {job.gate_up.work, &job.gate_up};
+            *next++ = {job.down.work, &job.down};
         }
         last = normalize(b.x, step.residual, d.norm, step.out);
         *next++ = {norm, &last};
@@ -232,33 +240,29 @@ class DecoderPlan {
     }
 
     PointwiseJob normalize(const void* x, void* residual, const void* weight, void* out) const {
-        return make_job({d.dtype, x, residual, weight, d.epsilon, out, num_tokens, d.hidden_size});
+        return make_job({d.dtype, x, residual, weight, d.epsilon, out, num_tokens, d.hidden_size}, num_threads);
     }
 
     PickJob pick_scored() const {
         const int64_t attended_bytes = (int64_t)d.num_heads * d.head_dim * size_of(d.dtype);
         const int64_t residual_bytes = (int64_t)d.hidden_size * size_of(d.dtype);
         char* residual = static_cast<char*>(step.residual);
-        return {step.scored, step.num_scored, b.attended, residual, attended_bytes, residual_bytes, {0, 1}};
+        return {step.scored, step.num_scored, b.attended, residual, attended_bytes, residual_bytes};
     }
 
     LinearJob multiply(
-        const Weights& weights, const void* x, void* out, const Weights* following, ContextAhead* context
+        const Weights& weights, const void* x, void* out, const LinearJob* following, ContextAhead* context,
+        bool gated = false
     ) const {
-        Linear a = product(weights, x, out);
-        a.context = context;
-        a.context_bytes = ahead.all_bytes() * kPanel * weights.num_inputs / num_weights();
-        if (following != nullptr) {
-            a.following = static_cast<const char*>(following->panels);
-            a.following_bytes = product(*following, nullptr, nullptr).panel_bytes();
-        }
-        return {a, num_threads, 0, false};
-    }
-
-    Linear product(const Weights& weights, const void* x, void* out) const {
-        return {d.dtype, x, weights.num_inputs, weights.form, weights.panels, weights.scales, weights.exceptions,
-                weights.bias, out, weights.num_outputs, num_tokens, weights.num_outputs, weights.num_inputs, false,
-                false, nullptr, 0, nullptr, 0};
+        const int64_t context_bytes = ahead.all_bytes() * kPanel * weights.num_inputs / num_weights();
+        LinearJob job = make_job(
+            {d.dtype, x, weights.num_inputs, weights.form, weights.panels, weights.scales, weights.exceptions,
+             weights.bias, out, gated ? weights.num_outputs / 2 : weights.num_outputs, num_tokens, weights.num_outputs,
+             weights.num_inputs, gated, false, context, context_bytes},
+            num_threads
+        );
+        job.following = following;
+        return job;
     }
 
     const Decoder& d;
@@ -291,7 +295,7 @@ int decode(const Decoder& decoder, const DecoderStep& step, const Threads& threa
     LayerJobs* jobs = static_cast<LayerJobs*>(malloc(sizeof(LayerJobs) * decoder.num_layers));
     Stage* stages = static_cast<Stage*>(malloc(sizeof(Stage) * (8 * decoder.num_layers + 2)));
     bool out_of_memory = !make_plan(first, threads.num_threads, attention) || jobs == nullptr || stages == nullptr ||
-                         !list_blocks(plan.attend_widest(), plan.most_bytes_ahead(), ahead);
+                         !list_blocks(plan.attend_widest(), attention, plan.most_bytes_ahead(), ahead);
     if (!out_of_memory) {
         PickJob pick;
         PointwiseJob last;

@@ -115,7 +115,7 @@ struct IntegerEncodingJob {
     Counter panels;
 };
 
-inline void encode_integer_panels(void* data) {
+inline void encode_integer_panels(void* data, int) {
     IntegerEncodingJob& job = *static_cast<IntegerEncodingJob*>(data);
     const IntegerEncoding& a = job.a;
     for (int64_t number = job.panels.take(1); number < job.panels.count; number = job.panels.take(1)) {

@@ -79,7 +79,7 @@ EXPORT(int, linear)(
     const int64_t out_stride = gated ? num_outputs / 2 : num_outputs;
     return linear(
         {dtype, x, x_stride, form, weight, scales, exceptions, bias, out, out_stride, num_rows, num_outputs, num_inputs,
-         gated != 0, widened != 0, nullptr, 0, nullptr, 0},
+         gated != 0, widened != 0, nullptr, 0},
         {region, num_threads}
     );
 }

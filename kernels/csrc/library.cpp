@@ -57,14 +57,13 @@ namespace {
 
 struct Pins {
     const int* cpus;
-    Counter threads;
+    int num_threads;
     int failures;
 };
 
-void pin(void* data) {
+void pin(void* data, int thread) {
     Pins& pins = *static_cast<Pins*>(data);
-    const int64_t thread = pins.threads.take(1);
-    if (thread >= pins.threads.count) return;
+    if (thread >= pins.num_threads) return;
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(pins.cpus[thread], &set);
@@ -75,7 +74,7 @@ void pin(void* data) {
 
 // Binds each thread of a region to a CPU of its own; gives how many could not be bound.
 EXPORT int pin_threads(const int* cpus, int num_threads, ParallelRegion region) {
-    Pins pins = {cpus, {0, num_threads}, 0};
+    Pins pins = {cpus, num_threads, 0};
     run_on({region, num_threads}, true, pin, &pins);
     return pins.failures;
 }

@@ -38,10 +38,6 @@ struct Linear {
     int num_rows, num_outputs, num_inputs;
     bool gated;    // a panel is 16 gates and the 16 values that they are for; what comes out is silu(gate) * value
     bool widened;  // out is float32, and the sums are not rounded
-    // What is multiplied with next: panels, whose first ones are asked for while the last ones of this weight are
-    // worked on; or null.
-    const char* following;
-    int64_t following_bytes;  // of each
     // What attention reads next, and how much of it is asked for with each panel; or null.
     ContextAhead* context;
     int64_t context_bytes;
@@ -57,20 +53,24 @@ struct Linear {
     }
 };
 
-// Shared out in items: a panel for a chunk of rows. All panels come for the first chunk, then all for the next. Where a
-// panel's outputs are half a cache line of a row's, a thread takes two, so that others hardly write to the same line.
+// Shared out in items: a panel for a chunk of rows. All panels come for the first chunk, then all for the next.
 struct LinearJob {
     Linear a;
-    int num_threads;
-    int64_t next_item;
+    Work work;
+    int chunk_rows;  // of each chunk but the last
+    Shares items;
     bool out_of_memory;
+    const LinearJob* following;  // whose first panels are asked for while the last ones of this weight are worked on; or null
 
-    int64_t num_taken() const { return a.gated && size_of(a.dtype) == 2 ? 2 : 1; }
-    int64_t take() { return __atomic_fetch_add(&next_item, num_taken(), __ATOMIC_RELAXED); }
-    // What a thread does behind an item, and what that will probably be.
-    int64_t take_behind(int64_t item) { return (item + 1) % num_taken() == 0 ? take() : item + 1; }
-    int64_t expect_behind(int64_t item) const {
-        return (item + 1) % num_taken() == 0 ? item + 1 + num_taken() * (num_threads - 1) : item + 1;
+    // The panel of an item.
+    Span panel(int64_t item) const {
+        const int64_t bytes = a.panel_bytes();
+        return {static_cast<const char*>(a.weight) + item % a.num_panels() * bytes, bytes};
+    }
+    // What a thread will begin the following job with.
+    Span expect_following(int thread) const {
+        if (following == nullptr) return {};
+        return following->panel(following->items.shares[following->items.of(thread)].next);
     }
 };
 
@@ -124,6 +124,9 @@ struct Rows {
     int first, count;
 };
 
+template <class Left, class Element>
+constexpr bool converts = !kIsSame<Left, Element>;
+
 // The rows of x in chunks. Those of another kind than the one to multiply are converted, a chunk at a time, by each thread
 // once for all of its panels.
 template <class Element, class Left>
@@ -131,9 +134,8 @@ class RowChunks {
   public:
     using Value = typename Left::Value;
 
-    explicit RowChunks(const Linear& a) : a_(a), size_(kConverts ? least(kConvertedRows, a.num_rows) : a.num_rows) {}
+    RowChunks(const Linear& a, int size) : a_(a), size_(size) {}
 
-    int count() const { return (a_.num_rows + size_ - 1) / size_; }
     int64_t bytes() const { return kConverts ? whole_lines((int64_t)sizeof(Value) * size_ * stride()) : 0; }
 
     // Those of one chunk; in `memory`, if they are converted, where the last ones that were asked for may stand already.
@@ -152,7 +154,7 @@ class RowChunks {
     }
 
   private:
-    static constexpr bool kConverts = !kIsSame<Left, Element>;
+    static constexpr bool kConverts = converts<Left, Element>;
 
     int64_t stride() const { return num_values<Left>(a_.num_inputs); }
 
@@ -181,14 +183,13 @@ ALWAYS_INLINE void run_panel(
 }
 
 template <class Panels, class Element, Form kForm>
-void run_panels(void* data) {
+void run_panels(void* data, int thread) {
     using Product = typename Panels::Product;
     LinearJob& job = *static_cast<LinearJob*>(data);
     const Linear& a = job.a;
     const int num_units = a.num_inputs / Product::kPerUnit;
-    const int64_t num_panels = a.num_panels(), panel_bytes = a.panel_bytes();
-    RowChunks<Element, typename Product::Left> chunks(a);
-    const int64_t num_items = num_panels * chunks.count();
+    const int64_t num_panels = a.num_panels();
+    RowChunks<Element, typename Product::Left> chunks(a, job.chunk_rows);
     // For more rows than these a panel is decoded once, into memory.
     constexpr int kMostDecoding = kForm == Form::kInt8 ? Panels::kRows : Panels::kMostDecodingRows;
     constexpr bool kStoresPanel = kForm != Form::kPlain && kMostDecoding < kConvertedRows;
@@ -203,15 +204,12 @@ void run_panels(void* data) {
     uint32_t* decoded = reinterpret_cast<uint32_t*>(memory + chunks.bytes());
 
     Panels panels;
-    Ahead ahead(a.context);
-    const char* weight = static_cast<const char*>(a.weight);
-    for (int64_t item = job.take(); item < num_items; item = job.take_behind(item)) {
-        const int64_t number = item % num_panels, later = job.expect_behind(item);
-        const Rows<Value>& rows = chunks.rows(item / num_panels, reinterpret_cast<Value*>(memory));
-        const char* at = weight + number * panel_bytes;
-        const Span next = later < num_items
-                              ? Span{weight + later % num_panels * panel_bytes, panel_bytes}
-                              : Span{a.following + (later - num_items) * a.following_bytes, a.following_bytes};
+    Ahead ahead(a.context, thread);
+    for (Taker items(job.items, thread); items.take(1);) {
+        const int64_t number = items.first % num_panels;
+        const Rows<Value>& rows = chunks.rows(items.first / num_panels, reinterpret_cast<Value*>(memory));
+        const char* at = job.panel(number).at;
+        const Span next = items.has_more() ? job.panel(items.end) : job.expect_following(thread);
         const auto run = [&](auto panel) __attribute__((always_inline)) {
             run_panel<Panels, Element>(a, panels, number, panel, rows, next, ahead);
         };
@@ -245,41 +243,60 @@ void run_panels(void* data) {
     free(memory);
 }
 
+struct LinearKernel {
+    Work work;
+    bool converts;  // rows
+};
+
+template <class Panels, class Element, Form kForm>
+constexpr LinearKernel linear_kernel = {run_panels<Panels, Element, kForm>, converts<typename Panels::Product::Left, Element>};
+
 template <class Panels, class Element>
-Work linear_work_by(const Linear& a) {
+LinearKernel choose_kernel_by(const Linear& a) {
     using Product = typename Panels::Product;
     if constexpr (Product::kPerUnit == 2)
-        if (a.form == Form::kCoded) return run_panels<Panels, Element, Form::kCoded>;
-    if (a.form == Form::kPlain) return run_panels<Panels, Element, Form::kPlain>;
+        if (a.form == Form::kCoded) return linear_kernel<Panels, Element, Form::kCoded>;
+    if (a.form == Form::kPlain) return linear_kernel<Panels, Element, Form::kPlain>;
     if constexpr (Product::Left::kDtype == Element::kDtype)
-        return run_panels<Panels, Element, Form::kInt8>;
+        return linear_kernel<Panels, Element, Form::kInt8>;
     else
-        return run_panels<VectorPanels<InFloat32<Float32>>, Element, Form::kInt8>;
+        return linear_kernel<VectorPanels<InFloat32<Float32>>, Element, Form::kInt8>;
 }
 
-Work linear_work(const Linear& a) {
-    if (a.dtype == kFloat32) return linear_work_by<VectorPanels<InFloat32<Float32>>, Float32>(a);
-    if (a.dtype == kFloat16) return linear_work_by<VectorPanels<InFloat32<Float16>>, Float16>(a);
+LinearKernel choose_kernel(const Linear& a) {
+    if (a.dtype == kFloat32) return choose_kernel_by<VectorPanels<InFloat32<Float32>>, Float32>(a);
+    if (a.dtype == kFloat16) return choose_kernel_by<VectorPanels<InFloat32<Float16>>, Float16>(a);
 #if defined(INTEGERS)
-    if (a.form == Form::kIntegers) return run_panels<IntegerPanels, Bfloat16, Form::kIntegers>;
+    if (a.form == Form::kIntegers) return linear_kernel<IntegerPanels, Bfloat16, Form::kIntegers>;
     if (a.form == Form::kInt8 && IntegerPanels::fits(a.num_inputs))
-        return run_panels<IntegerPanels, Bfloat16, Form::kInt8>;
+        return linear_kernel<IntegerPanels, Bfloat16, Form::kInt8>;
 #endif
 #if defined(TILES)
-    if (TilePanels::fits(a.num_inputs)) return linear_work_by<TilePanels, Bfloat16>(a);
+    if (TilePanels::fits(a.num_inputs)) return choose_kernel_by<TilePanels, Bfloat16>(a);
 #endif
 #if defined(__AVX512BF16__)
-    return linear_work_by<VectorPanels<InBfloat16>, Bfloat16>(a);
+    return choose_kernel_by<VectorPanels<InBfloat16>, Bfloat16>(a);
 #else
-    return linear_work_by<VectorPanels<InFloat32<Bfloat16>>, Bfloat16>(a);
+    return choose_kernel_by<VectorPanels<InFloat32<Bfloat16>>, Bfloat16>(a);
 #endif
+}
+
+// Chunks are about equal. Where a panel's outputs are half a cache line of a row's, a thread takes two, so that others
+// hardly write to the same line.
+LinearJob make_job(const Linear& a, int num_threads) {
+    const LinearKernel kernel = choose_kernel(a);
+    const int num_chunks = kernel.converts ? (a.num_rows + kConvertedRows - 1) / kConvertedRows : 1;
+    const int chunk_rows = num_chunks > 1 ? round_up((a.num_rows + num_chunks - 1) / num_chunks, kVectorRows) : a.num_rows;
+    const int unit = a.gated && size_of(a.dtype) == 2 ? 2 : 1;
+    const int64_t num_items = (int64_t)a.num_panels() * num_chunks;
+    return {a, kernel.work, chunk_rows, Shares::evenly(num_items, num_threads, unit), false, nullptr};
 }
 
 // Gives -1, or -2 without memory.
 int linear(const Linear& a, const Threads& threads) {
     if (a.num_rows == 0) return -1;
-    LinearJob job = {a, threads.num_threads, 0, false};
-    run_on(threads, a.num_panels() > 1, linear_work(a), &job);
+    LinearJob job = make_job(a, threads.num_threads);
+    run_on(threads, a.num_panels() > 1, job.work, &job);
     return job.out_of_memory ? -2 : -1;
 }
 

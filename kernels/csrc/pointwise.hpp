@@ -22,7 +22,7 @@ struct Pointwise {
 struct PointwiseJob {
     Pointwise a;
     int64_t step;  // rows at a time
-    Counter rows;
+    Shares rows;
 };
 
 // RMSNorm, Zhang & Sennrich 2019, arXiv:1910.07467; rounded where Hugging Face rounds: the sum, then x / rms(x), then
@@ -91,17 +91,19 @@ ALWAYS_INLINE void gate_row(const Pointwise& a, int64_t row) {
 }
 
 template <class Element, bool kGate>
-void run_rows(void* data) {
+void run_rows(void* data, int thread) {
     PointwiseJob& job = *static_cast<PointwiseJob*>(data);
-    for (int64_t row = job.rows.take(job.step); row < job.rows.count; row = job.rows.take(job.step))
-        for (int64_t i = row; i < row + job.step && i < job.rows.count; ++i)
+    for (Taker rows(job.rows, thread); rows.take(job.step);)
+        for (int64_t row = rows.first; row < rows.end; ++row)
             if constexpr (kGate)
-                gate_row<Element>(job.a, i);
+                gate_row<Element>(job.a, row);
             else
-                normalize_row<Element>(job.a, i);
+                normalize_row<Element>(job.a, row);
 }
 
-PointwiseJob make_job(const Pointwise& a) { return {a, 1 + 4096 / (a.size + 1), {0, a.num_rows}}; }
+PointwiseJob make_job(const Pointwise& a, int num_threads) {
+    return {a, 1 + 4096 / (a.size + 1), Shares::evenly(a.num_rows, num_threads)};
+}
 
 template <bool kGate>
 Work pointwise_work(Dtype dtype) {
@@ -112,7 +114,7 @@ Work pointwise_work(Dtype dtype) {
 
 template <bool kGate>
 void run_pointwise(const Pointwise& a, const Threads& threads) {
-    PointwiseJob job = make_job(a);
+    PointwiseJob job = make_job(a, threads.num_threads);
     const bool worthwhile = a.num_rows > job.step && a.num_rows * a.size > kWorthwhile;
     run_on(threads, worthwhile, pointwise_work<kGate>(a.dtype), &job);
 }

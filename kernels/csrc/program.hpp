@@ -77,11 +77,11 @@ struct Program {
     Barrier barrier;
 };
 
-inline void run_program(void* data) {
+inline void run_program(void* data, int thread) {
     Program& program = *static_cast<Program*>(data);
     const int team_size = program.team_size != nullptr ? program.team_size() : 1;
     for (int i = 0; i < program.num_stages; ++i) {
-        program.stages[i].work(program.stages[i].job);
+        program.stages[i].work(program.stages[i].job, thread);
         program.barrier.wait(team_size);
     }
 }

@@ -195,7 +195,7 @@ class Row {
     float best = 0;
 };
 
-void sample_rows(void* data) {
+void sample_rows(void* data, int) {
     SamplingJob& job = *static_cast<SamplingJob*>(data);
     const size_t size = (size_t)(job.a.size + kDraws - 1) / kDraws * kDraws;
     float* memory = static_cast<float*>(aligned_alloc(64, sizeof(float) * 2 * size));

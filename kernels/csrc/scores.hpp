@@ -43,7 +43,7 @@ ALWAYS_INLINE float sum_of_powers(const float* x, int size, float largest) {
     return sum;
 }
 
-void score_rows(void* data) {
+void score_rows(void* data, int) {
     ScoresJob& job = *static_cast<ScoresJob*>(data);
     for (int64_t row = job.rows.take(1); row < job.rows.count; row = job.rows.take(1)) {
         const float* x = job.a.logits + row * job.a.stride;
