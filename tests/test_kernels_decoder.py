@@ -127,7 +127,7 @@ def test_the_cache_may_be_of_another_dtype(cache_dtype):
     assert caches.equal(expected_caches)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 7])
+@pytest.mark.parametrize("num_threads", [1, 2, 7, 11])
 def test_any_number_of_threads_gives_the_same_bits(num_threads):
     """Seven wait for each other on fewer cores, so most of them sleep at each barrier."""
     expected = both(build_model(), MIXED)[1]
