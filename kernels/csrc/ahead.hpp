@@ -34,8 +34,7 @@ struct BlocksAhead {
         Shares made;
         made.num_shares = num_shares;
         for (int i = 0; i < num_shares; ++i) {
-            made.shares[i].next = i > 0 ? 2 * ends[i - 1] : 0;
-            made.shares[i].end = 2 * ends[i];
+            made.shares[i].left = {i > 0 ? 2 * (int)ends[i - 1] : 0, 2 * (int)ends[i]};
         }
         return made;
     }

@@ -283,13 +283,14 @@ Shares share_out_items(const Attention& a, const Plan& plan, int num_threads, in
         for (; share + 1 < shares.num_shares; ++share) {
             const int64_t left = cost * (share + 1) / shares.num_shares - cost_before;
             if (left >= cost_of_these) break;
-            shares.shares[share].end = shares.shares[share + 1].next = first_item + num_items * left / cost_of_these;
+            const int end = (int)(first_item + num_items * left / cost_of_these);
+            shares.shares[share].left.end = shares.shares[share + 1].left.next = end;
         }
         cost_before += cost_of_these;
-        shares.shares[share].end = first_item + num_items;
+        shares.shares[share].left.end = (int)(first_item + num_items);
     });
     for (; share + 1 < shares.num_shares; ++share)
-        shares.shares[share + 1].next = shares.shares[share + 1].end = shares.shares[share].end;
+        shares.shares[share + 1].left = {shares.shares[share].left.end, shares.shares[share].left.end};
     return shares;
 }
 

@@ -70,7 +70,7 @@ struct LinearJob {
     // What a thread will begin the following job with.
     Span expect_following(int thread) const {
         if (following == nullptr) return {};
-        return following->panel(following->items.shares[following->items.of(thread)].next);
+        return following->panel(following->items.shares[following->items.of(thread)].left.next);
     }
 };
 
@@ -209,7 +209,7 @@ void run_panels(void* data, int thread) {
         const int64_t number = items.first % num_panels;
         const Rows<Value>& rows = chunks.rows(items.first / num_panels, reinterpret_cast<Value*>(memory));
         const char* at = job.panel(number).at;
-        const Span next = items.has_more() ? job.panel(items.end) : job.expect_following(thread);
+        const Span next = items.expected() >= 0 ? job.panel(items.expected()) : job.expect_following(thread);
         const auto run = [&](auto panel) __attribute__((always_inline)) {
             run_panel<Panels, Element>(a, panels, number, panel, rows, next, ahead);
         };

@@ -58,9 +58,23 @@ constexpr int kMostShares = 8;
 // caches, or asks memory for, is mostly found there by the next one: cores do not always share a cache, and then a line
 // that goes from one to the other takes as long as one from memory.
 struct Shares {
+    // What is left of one.
+    struct alignas(8) Left {
+        int next, end;
+    };
     struct Share {
-        int64_t next, end;
-        char padding[48];  // to the next one's cache line
+        Left left;
+        char padding[56];  // to the next one's cache line
+
+        Left load() {
+            Left found;
+            __atomic_load(&left, &found, __ATOMIC_RELAXED);
+            return found;
+        }
+        // Replaces what is left, if it is still `expected`, which else becomes what it is.
+        bool exchange(Left& expected, Left rest) {
+            return __atomic_compare_exchange(&left, &expected, &rest, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+        }
     };
     Share shares[kMostShares];
     int num_shares;
@@ -73,8 +87,8 @@ struct Shares {
         int64_t begin = 0;
         for (int i = 0; i < made.num_shares; ++i) {
             const int64_t end = num_units * (i + 1) / made.num_shares * unit;
-            made.shares[i].next = begin;
-            made.shares[i].end = begin = end < count ? end : count;
+            made.shares[i].left = {(int)begin, (int)(end < count ? end : count)};
+            begin = made.shares[i].left.end;
         }
         return made;
     }
@@ -83,12 +97,13 @@ struct Shares {
     // The share that a number is in.
     int find(int64_t number) const {
         int share = 0;
-        while (share + 1 < num_shares && number >= shares[share].end) ++share;
+        while (share + 1 < num_shares && number >= shares[share].left.end) ++share;
         return share;
     }
 };
 
-// What a thread takes: its own share, step by step, and then of the others', until none is left.
+// What a thread takes: its own share, step by step, and then of the others', until none is left. Those it takes from the
+// end, so that it is not in the way of whom they belong to (as in Chase & Lev 2005, "Dynamic Circular Work-Stealing Deque").
 class Taker {
   public:
     int64_t first = 0, end = 0;  // what was taken last
@@ -99,24 +114,29 @@ class Taker {
     bool take(int64_t step) {
         for (; num_empty_ < shares_.num_shares; ++num_empty_) {
             Shares::Share& share = shares_.shares[(own_ + num_empty_) % shares_.num_shares];
-            if (__atomic_load_n(&share.next, __ATOMIC_RELAXED) >= share.end) continue;
-            first = __atomic_fetch_add(&share.next, step, __ATOMIC_RELAXED);
-            if (first >= share.end) continue;
-            end = first + step < share.end ? first + step : share.end;
-            has_more_ = end < share.end;
-            return true;
+            Shares::Left left = share.load();
+            while (left.next < left.end) {
+                const int taken = step < left.end - left.next ? (int)step : left.end - left.next;
+                const bool is_own = num_empty_ == 0;
+                first = is_own ? left.next : left.end - taken;
+                end = first + taken;
+                const Shares::Left rest = is_own ? Shares::Left{(int)end, left.end} : Shares::Left{left.next, (int)first};
+                if (!share.exchange(left, rest)) continue;
+                expected_ = rest.next == rest.end ? -1 : is_own ? end : first - 1;
+                return true;
+            }
         }
         return false;
     }
 
-    // Whether the share that was taken from has more, beginning with `end`.
-    bool has_more() const { return has_more_; }
+    // What will probably be taken next, one at a time; -1 where the share that was taken from has no more.
+    int64_t expected() const { return expected_; }
 
   private:
     Shares& shares_;
     const int own_;
     int num_empty_ = 0;
-    bool has_more_ = false;
+    int64_t expected_ = -1;
 };
 
 }  // namespace
