@@ -49,7 +49,6 @@ struct Plan {
 struct AttentionJob {
     Attention a;
     Plan plan;
-    Shares items;
     bool out_of_memory;
 };
 
@@ -214,7 +213,7 @@ void attend_items(void* data, int thread) {
         return;
     }
     scratch.product.begin(job.a.block_size);
-    Taker items(job.items, thread);
+    Taker items(job.plan.items, thread);
     Item next;
     bool more = items.take(1);
     if (more) next = find_item(job, items.first, 0);
@@ -357,9 +356,8 @@ Work attention_work(const Attention& a) {
 int paged_attention(const Attention& a, int64_t num_tokens, const Threads& threads) {
     const int misfit = find_misfit(a, num_tokens);
     if (misfit >= 0 || a.num_rows == 0) return misfit;
-    AttentionJob job = {a, {}, {}, false};
+    AttentionJob job = {a, {}, false};
     job.out_of_memory = !make_plan(a, threads.num_threads, job.plan);
-    job.items = job.plan.items;
     if (!job.out_of_memory) run_on(threads, job.plan.worthwhile, attention_work(a), &job);
     free_plan(job.plan);
     return job.out_of_memory ? -2 : -1;

@@ -116,7 +116,10 @@ bool list_blocks(const Attention& a, const Plan& plan, int64_t most_bytes, Block
     };
     if (has_memory)
         visit_items(a, plan, [&](const int32_t* rows, int num_rows, int64_t first_item, int64_t) {
-            for (const int next = plan.items.find(first_item); share < next; ++share) ahead.ends[share] = count, end = count + most;
+            for (const int next = plan.items.find(first_item); share < next; ++share) {
+                ahead.ends[share] = count;
+                end = count + most;
+            }
             for (int i = 0; i < num_rows; ++i) list_row(rows[i]);
         });
     for (; share < ahead.num_shares; ++share) ahead.ends[share] = count;
@@ -166,7 +169,7 @@ class DecoderPlan {
                                         : normalize(b.x, step.residual, layer.attention_norm, b.normed);
             job.qkv = multiply(layer.qkv, b.normed, b.heads, output, &job.context);
             job.cache = {cache_write(i), Shares::evenly(step.num_tokens, num_threads)};
-            job.attention = {attend(i), attention, attention.items, false};
+            job.attention = {attend(i), attention, false};
             const bool picks = is_last && step.num_scored < step.num_tokens;
             if (picks) num_tokens = step.num_scored;
             job.output = multiply(layer.output, b.attended, b.x, &job.gate_up, context);

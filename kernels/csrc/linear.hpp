@@ -281,8 +281,8 @@ LinearKernel choose_kernel(const Linear& a) {
 #endif
 }
 
-// Chunks are about equal. Where a panel's outputs are half a cache line of a row's, a thread takes two, so that others
-// hardly write to the same line.
+// Chunks are about equal. Where a panel's outputs are half a cache line of a row's, shares are of whole pairs, so that
+// two threads hardly write to the same line.
 LinearJob make_job(const Linear& a, int num_threads) {
     const LinearKernel kernel = choose_kernel(a);
     const int num_chunks = kernel.converts ? (a.num_rows + kConvertedRows - 1) / kConvertedRows : 1;
