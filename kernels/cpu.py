@@ -91,9 +91,10 @@ class CpuKernels:
         self._rotate_and_cache = function("rotate_and_cache", _ROTATE, c_int)
         self._rms_norm = function("rms_norm", _NORM, None)
         self._silu_and_mul = function("silu_and_mul", _GATE, None)
-        self._normalizers_and_best = function("normalizers_and_best", _SCORES_OF_ROWS, None)
+        self._normalizers_and_best = function("normalizers_and_best", _SCORES_OF_ROWS, c_int)
         self._sample_tokens = function("sample_tokens", _SAMPLING, c_int)
         self._linear = function("linear", cpu_linear.ARGUMENTS, c_int)
+        self._score_outputs = function("score_outputs", cpu_linear.SCORE, c_int)
         self._encode = function("encode", cpu_linear.ENCODE, c_int64)
         self._encode_integers = function("encode_integers", cpu_linear.ENCODE_INTEGERS, c_int)
         self._decode = function("decode", cpu_decoder.ARGUMENTS, c_int)
@@ -274,8 +275,9 @@ class CpuKernels:
         if logits.dtype != torch.float32 or logits.device.type != "cpu" or size == 0 or logits.stride(1) != 1:
             raise ValueError(f"logits {form(logits)} are to be float32 with dense rows, on the CPU")
         normalizers, best = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
-        results = (normalizers.data_ptr(), best.data_ptr(), num_rows, size)
-        self._normalizers_and_best(logits.data_ptr(), logits.stride(0), *results, self._region, self._num_threads)
+        results = (normalizers.data_ptr(), best.data_ptr(), num_rows, size, self._region, self._num_threads)
+        if self._normalizers_and_best(logits.data_ptr(), logits.stride(0), *results) != -1:
+            raise MemoryError("no memory for what logits come to")
         return normalizers, best
 
     def sample_tokens(
@@ -320,9 +322,9 @@ class CpuKernels:
         return self._pack(weight, bias, panels, widened=widened, gated=gated)
 
     def _pack(self, weight: Tensor, bias: Tensor | None, panels: Panels, *, widened: bool, gated: bool) -> CpuLinear:
-        run = partial(self._linear, DTYPES[weight.dtype])
+        run, score = (partial(each, DTYPES[weight.dtype]) for each in (self._linear, self._score_outputs))
         return CpuLinear(
-            run, weight, bias, panels, widened=widened, gated=gated, threads=(self._region, self._num_threads)
+            run, score, weight, bias, panels, widened=widened, gated=gated, threads=(self._region, self._num_threads)
         )
 
     def _encode_weight_as_integers(self, *arguments: int) -> int:

@@ -24,6 +24,7 @@ _CODED_HEAD, _CODED_PAIR, _INTEGER_PAIR = 64, 192, 192
 # An exception takes 8 bytes, and some nanoseconds: with one for fewer values than these, coding would not pay.
 _FEWEST_PER_EXCEPTION = 256
 ARGUMENTS = (c_int, c_void_p, c_int64, c_int, *[c_void_p] * 5, *[c_int] * 5, c_void_p, c_int)
+SCORE = (c_int, c_void_p, c_int64, c_int, *[c_void_p] * 7, *[c_int] * 3, c_void_p, c_int)
 ENCODE = (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_int)
 ENCODE_INTEGERS = (c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p, c_int)
 
@@ -72,6 +73,7 @@ class CpuLinear:
 
     Args:
         run: the library's function for the dtype.
+        score: likewise, for what the outputs come to as logits.
         weight: [num_outputs, num_inputs], as it was.
         bias: [num_outputs], or None.
         panels: the weight as it was packed.
@@ -89,6 +91,7 @@ class CpuLinear:
     def __init__(
         self,
         run: Callable[..., int],
+        score: Callable[..., int],
         weight: Tensor,
         bias: Tensor | None,
         panels: Panels,
@@ -101,13 +104,14 @@ class CpuLinear:
         self.dtype, self.is_gated, self.form = weight.dtype, gated, panels.form
         if bias is not None and (bias.shape != (num_outputs,) or bias.dtype != weight.dtype):
             raise ValueError(f"bias {form(bias)} does not fit weight {form(weight)}")
-        self._run = run
+        self._run, self._score = run, score
         self._bias = None if bias is None else _interleaved(bias) if gated else bias.contiguous()
         self._panels = panels
         self._out_size = num_outputs // 2 if gated else num_outputs
         self._out_dtype = torch.float32 if widened else weight.dtype
         tensors = (*panels[1:], self._bias)
         self._addresses = (int(panels.form), *(None if each is None else each.data_ptr() for each in tensors))
+        self._threads = threads
         self._tail = (num_outputs, num_inputs, int(gated), int(widened), *threads)
 
     @property
@@ -122,9 +126,7 @@ class CpuLinear:
             x: the input.
             out: where the result is to stand, contiguous; None: in memory of its own.
         """
-        num_tokens, num_inputs = x.shape
-        if num_inputs != self.shape[1] or x.dtype != self.dtype or x.stride(1) != 1 or x.device.type != "cpu":
-            raise ValueError(f"x {form(x)} on {x.device} is not of {self.shape[1]} {self.dtype}, side by side")
+        num_tokens = self._check(x)
         if out is None:
             out = torch.empty(num_tokens, self._out_size, dtype=self._out_dtype)
         elif out.shape != (num_tokens, self._out_size) or out.dtype != self._out_dtype or not out.is_contiguous():
@@ -132,6 +134,32 @@ class CpuLinear:
         if self._run(x.data_ptr(), x.stride(0), *self._addresses, out.data_ptr(), num_tokens, *self._tail) != -1:
             raise MemoryError("no memory for the rows of a product")
         return out
+
+    def score(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `normalizers_and_best` makes of the outputs, where these are widened; they take no memory themselves.
+
+        Args:
+            x: [num_tokens, num_inputs], dense in its last dimension.
+
+        Returns:
+            [num_tokens] float32: the normalizers; [num_tokens] int64: the best; [num_tokens] float32: their outputs.
+        """
+        if self._out_dtype != torch.float32 or self.is_gated:
+            raise ValueError("outputs are to be float32 and no gate's to be logits")
+        num_tokens = self._check(x)
+        normalizers, most = torch.empty(num_tokens), torch.empty(num_tokens)
+        best = torch.empty(num_tokens, dtype=torch.int64)
+        results = (normalizers.data_ptr(), best.data_ptr(), most.data_ptr())
+        sizes = (num_tokens, *self.shape)
+        if self._score(x.data_ptr(), x.stride(0), *self._addresses, *results, *sizes, *self._threads) != -1:
+            raise MemoryError("no memory for the rows of a product")
+        return normalizers, best, most
+
+    def _check(self, x: Tensor) -> int:
+        num_tokens, num_inputs = x.shape
+        if num_inputs != self.shape[1] or x.dtype != self.dtype or x.stride(1) != 1 or x.device.type != "cpu":
+            raise ValueError(f"x {form(x)} on {x.device} is not of {self.shape[1]} {self.dtype}, side by side")
+        return num_tokens
 
 
 def takes(weight: Tensor, *, gated: bool) -> bool:

@@ -72,3 +72,40 @@ def test_logits_that_do_not_fit_are_refused(kernels):
     for logits in (random(2, 4).double(), random(4, 2).T, random(2, 0)):
         with pytest.raises(ValueError, match="are to be float32 with dense rows"):
             kernels.normalizers_and_best(logits)
+
+
+@pytest.mark.parametrize("layer", ["linear", "int8_linear"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 64), (31, 64), (33, 6), (1000, 64), (3000, 320)])
+def test_a_product_scores_its_outputs_as_if_they_were_logits_to_the_last_bit(kernels, shape, dtype, layer):
+    product = getattr(kernels, layer)(random(*shape).to(dtype) / 8, None, widened=True)
+    x = random(40, shape[1]).to(dtype)
+    logits = product(x)
+    normalizers, best = kernels.normalizers_and_best(logits)
+    for rows in (slice(0, 40), slice(3, 4), slice(5, 18), slice(0, 0)):
+        found = product.score(x[rows])
+        assert found[0].equal(normalizers[rows])
+        assert found[1].equal(best[rows])
+        assert found[2].equal(logits.gather(-1, best[:, None]).squeeze(-1)[rows])
+
+
+@pytest.mark.parametrize("num_outputs", [64, 97, 100])
+def test_a_product_of_a_row_that_is_not_finite_is_no_distribution_and_spoils_no_other(kernels, num_outputs):
+    product = kernels.linear(random(num_outputs, 64).bfloat16(), None, widened=True)
+    x = random(3, 64).bfloat16()
+    expected = product.score(x)
+    x[1, 7] = float("nan")
+    normalizers, best, most = product.score(x)
+    assert 0 <= best[1] < num_outputs
+    assert not (most[1] - normalizers[1]).isfinite()
+    for found, before in zip((normalizers, best, most), expected, strict=True):
+        assert found[[0, 2]].equal(before[[0, 2]])
+
+
+def test_outputs_that_are_no_logits_are_not_scored(kernels):
+    weight = random(64, 64).bfloat16()
+    for options in ({}, {"gated": True}):
+        with pytest.raises(ValueError, match="are to be float32 and no gate's"):
+            kernels.linear(weight, None, **options).score(random(1, 64).bfloat16())
+    with pytest.raises(ValueError, match="is not of 64"):
+        kernels.linear(weight, None, widened=True).score(random(1, 32).bfloat16())

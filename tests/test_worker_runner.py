@@ -118,6 +118,24 @@ def test_samples_of_one_row_are_drawn_apart_and_do_not_depend_on_their_company(r
     assert (tokens(apart)[0], tokens(apart)[2]) == (together[5], together[2])
 
 
+@pytest.mark.parametrize(
+    "company",
+    [
+        SEEDED,
+        Sampling(top_p=1, num_top_logprobs=2),
+        Sampling(top_p=1, stop_token_ids=[3], min_tokens=5, num_prompt_tokens=5),
+    ],
+    ids=["drawn", "candidates", "no stop yet"],
+)
+def test_a_best_token_and_its_log_probability_are_the_same_bits_where_no_logits_are_kept(runner, company):
+    assert runner._model.head.can_find_best
+    alone = runner.execute(step(Row(1, PROMPT, range(3)), new={1: GREEDY}, samples=[(0, 0), (0, 1)]))
+    rows = [Row(2, PROMPT, range(3)), Row(3, PROMPT[:5], [20, 21])]
+    beside = runner.execute(step(*rows, new={2: GREEDY, 3: company}, samples=[(0, 0), (1, 0)]))
+    assert tokens(alone) == tokens(beside)[:1] * 2
+    assert logprobs(alone) == logprobs(beside)[:1] * 2
+
+
 def test_blocks_that_are_swapped_out_and_in_again_or_copied_go_on_alike(runner):
     expected = run_alone(runner, PROMPT, 4)
     found = tokens(runner.execute(step(Row(1, PROMPT, [0, 1, 2]), new={1: GREEDY})))

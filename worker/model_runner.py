@@ -28,6 +28,7 @@ from worker.inputs import (
 )
 from worker.last_tokens import LastTokens
 from worker.layers.attention import AttentionMetadata
+from worker.layers.embedding import Head
 from worker.live_requests import LiveRequests
 from worker.logprobs import TokenLogprobs, prompt_logprobs
 from worker.models.model import Model
@@ -219,10 +220,15 @@ class ModelRunner:
     def _sample(self, hidden: Tensor, samples: Sequence[Sample], there: "_Indexes[Tensor]") -> SampledTokens:
         """Draws a token for each sample, and keeps it for the next step."""
         # Where these are all that there are, there is nothing to pick out.
-        scores = self._model.head(hidden if len(there.scored) == len(hidden) else hidden[there.scored])
-        logits = scores if len(there.score_of_sample) == 0 else scores[there.score_of_sample]
-        operations = self._model.operations
-        sampled = draw_tokens(logits, samples, operations.sample_tokens, operations.normalizers_and_best)
+        states = hidden if len(there.scored) == len(hidden) else hidden[there.scored]
+        head, operations = self._model.head, self._model.operations
+        if isinstance(head, Head) and head.can_find_best and all(sample.takes_best for sample in samples):
+            found = head.find_best(states)
+            normalizers, best, most = (_for_samples(each, there) for each in found)
+            sampled = SampledTokens(best, most - normalizers, None, None)
+        else:
+            logits = _for_samples(head(states), there)
+            sampled = draw_tokens(logits, samples, operations.sample_tokens, operations.normalizers_and_best)
         # Other hardware may round otherwise, and what this one appends all of them append.
         self._ranks.agree(sampled.token_ids)
         if len(there.kept) > 0:
@@ -247,6 +253,11 @@ class ModelRunner:
             told,
             [count for ids, count in targets for _ in range(len(ids))],
         )
+
+
+def _for_samples(scores: Tensor, there: "_Indexes[Tensor]") -> Tensor:
+    """Of each sample, what its token is scored by."""
+    return scores if len(there.score_of_sample) == 0 else scores[there.score_of_sample]
 
 
 class _Indexes(NamedTuple, Generic[Column]):

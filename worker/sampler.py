@@ -134,9 +134,7 @@ def _seen(sample: Sample) -> tuple[TokenIds, TokenIds]:
 def _forbid_early_stops(logits: Tensor, samples: Sequence[Sample]) -> bool:
     """Gives whether there were any."""
     early = [
-        (row, p.stop_token_ids)
-        for row, sample in enumerate(samples)
-        if (p := sample.parameters).stop_token_ids and sample.position - p.num_prompt_tokens < p.min_tokens
+        (row, sample.parameters.stop_token_ids) for row, sample in enumerate(samples) if sample.is_too_early_to_stop
     ]
     if early:
         forbid(logits, [row for row, _ in early], [token_ids for _, token_ids in early])

@@ -110,6 +110,19 @@ class Sample:
     position: int
     history: TokenHistory | None = None
 
+    @property
+    def is_too_early_to_stop(self) -> bool:
+        """Whether its stop tokens are forbidden."""
+        p = self.parameters
+        return bool(p.stop_token_ids) and self.position - p.num_prompt_tokens < p.min_tokens
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether it is the best token of the model's own logits, and no more of these is asked for."""
+        p = self.parameters
+        is_plain = p.temperature == 0 and p.num_candidates == 0 and p.num_top_logprobs is None
+        return is_plain and not p.adjusts and not self.is_too_early_to_stop
+
 
 def _check_ranges(message: Sampling, vocabulary_size: int) -> None:
     if not 0 <= message.temperature < math.inf:

@@ -261,7 +261,7 @@ class DecoderPlan {
         LinearJob job = make_job(
             {d.dtype, x, weights.num_inputs, weights.form, weights.panels, weights.scales, weights.exceptions,
              weights.bias, out, gated ? weights.num_outputs / 2 : weights.num_outputs, num_tokens, weights.num_outputs,
-             weights.num_inputs, gated, false, context, context_bytes},
+             weights.num_inputs, gated, false, context, context_bytes, nullptr},
             num_threads
         );
         job.following = following;

@@ -79,8 +79,20 @@ EXPORT(int, linear)(
     const int64_t out_stride = gated ? num_outputs / 2 : num_outputs;
     return linear(
         {dtype, x, x_stride, form, weight, scales, exceptions, bias, out, out_stride, num_rows, num_outputs, num_inputs,
-         gated != 0, widened != 0, nullptr, 0},
+         gated != 0, widened != 0, nullptr, 0, nullptr},
         {region, num_threads}
+    );
+}
+
+EXPORT(int, score_outputs)(
+    Dtype dtype, const void* x, int64_t x_stride, Form form, const void* weight, const float* scales,
+    const Exception* exceptions, const void* bias, float* normalizers, int64_t* best, float* most, int num_rows,
+    int num_outputs, int num_inputs, ParallelRegion region, int num_threads
+) {
+    return score_outputs(
+        {dtype, x, x_stride, form, weight, scales, exceptions, bias, nullptr, 0, num_rows, num_outputs, num_inputs, false,
+         true, nullptr, 0, nullptr},
+        {normalizers, best, most}, {region, num_threads}
     );
 }
 
@@ -98,12 +110,11 @@ EXPORT(int, encode_integers)(
     return encode_integers({weight, num_outputs, num_inputs, panels, scales}, {region, num_threads});
 }
 
-EXPORT(void, normalizers_and_best)(
+EXPORT(int, normalizers_and_best)(
     const float* logits, int64_t stride, float* normalizers, int64_t* best, int num_rows, int size,
     ParallelRegion region, int num_threads
 ) {
-    ScoresJob job = {{logits, stride, size, normalizers, best}, {0, num_rows}};
-    run_on({region, num_threads}, num_rows > 1, score_rows, &job);
+    return score_logits(logits, stride, size, num_rows, {normalizers, best, nullptr}, {region, num_threads});
 }
 
 EXPORT(int, sample_tokens)(

@@ -16,6 +16,7 @@
 
 #include "integers.hpp"
 #include "panels.hpp"
+#include "scores.hpp"
 #include "threads.hpp"
 
 namespace {
@@ -41,6 +42,8 @@ struct Linear {
     // What attention reads next, and how much of it is asked for with each panel; or null.
     ContextAhead* context;
     int64_t context_bytes;
+    // Where the outputs are logits of which no more is asked for than these: they themselves come nowhere; else null.
+    const PanelScores* scores;
 
     int num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
     int64_t panel_bytes() const {
@@ -87,12 +90,23 @@ ALWAYS_INLINE void finish_rows(const Linear& a, int64_t first_row, int num_rows,
         if (a.scales != nullptr) x *= load_floats(a.scales + first + i);
         return a.bias != nullptr ? x + load_floats(bias + i) : x;
     };
-    if (a.widened) {
-        float* out = static_cast<float*>(a.out) + first_row * a.out_stride + first;
-        for (int row = 0; row < num_rows; ++row, out += a.out_stride) {
+    if (a.scores != nullptr) {
+        for (int row = 0; row < num_rows; ++row) {
+#pragma GCC unroll 8
             for (int i = 0; i < kPanel; i += kWidth) store_floats(sums[row] + i, finished(row, i));
-            memcpy(out, sums[row], count * sizeof *out);
+            fill_panel(sums[row], count);
         }
+        score_panels(sums, num_rows, a.scores->of_row(first_row).behind(panel), a.scores->stride);
+    } else if (a.widened) {
+        float* out = static_cast<float*>(a.out) + first_row * a.out_stride + first;
+        for (int row = 0; row < num_rows; ++row, out += a.out_stride)
+            if (count == kPanel) {
+#pragma GCC unroll 8
+                for (int i = 0; i < kPanel; i += kWidth) store_floats(out + i, finished(row, i));
+            } else {
+                for (int i = 0; i < kPanel; i += kWidth) store_floats(sums[row] + i, finished(row, i));
+                memcpy(out, sums[row], count * sizeof *out);
+            }
     } else if (a.gated) {
         Value* out = static_cast<Value*>(a.out) + first_row * a.out_stride + first / 2;
         for (int row = 0; row < num_rows; ++row, out += a.out_stride)
@@ -298,6 +312,16 @@ int linear(const Linear& a, const Threads& threads) {
     LinearJob job = make_job(a, threads.num_threads);
     run_on(threads, a.num_panels() > 1, job.work, &job);
     return job.out_of_memory ? -2 : -1;
+}
+
+// The scores of what would be the outputs. Gives the same.
+int score_outputs(Linear a, const RowScores& scores, const Threads& threads) {
+    const PanelScores panels = PanelScores::make(a.num_rows, a.num_outputs);
+    a.scores = &panels;
+    const int result = panels.most != nullptr ? linear(a, threads) : -2;
+    if (result == -1) run_scores({nullptr, 0, a.num_outputs, panels, scores, {0, a.num_rows}}, threads);
+    free(panels.most);
+    return result;
 }
 
 }  // namespace

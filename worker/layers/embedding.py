@@ -94,6 +94,16 @@ class Head(Linear):
         """[num_samples, size] -> [num_samples, vocabulary_size]; made in C++, they stand until the next call."""
         return self._ranks.gather(self._scores(x), self._share)
 
+    @property
+    def can_find_best(self) -> bool:
+        """Whether `find_best` is to be had: where this rank scores all token ids, in C++."""
+        return self._share.is_whole and isinstance(self.packed, CpuLinear)
+
+    def find_best(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalizers, best tokens and their logits, without memory for all others; see `CpuLinear.score`."""
+        assert isinstance(self.packed, CpuLinear)
+        return self.packed.score(x)
+
     def _scores(self, x: Tensor) -> Tensor:
         """This rank's, on a CPU in memory that is kept.
 
