@@ -81,38 +81,59 @@ struct Grouped {
     // A group's integers, and what they have in common, from its bfloat16. What is less than 2^-100 counts as zero; where
     // one value is not finite, none of the group's is.
     static ALWAYS_INLINE void store(Value* to, const uint16_t* from, int count) {
-        __m256i most = _mm256_setzero_si256();
-        for (int i = 0; i < count; i += 16) {
-            const __m256i values = _mm256_loadu_si256((const __m256i*)(from + i));
-            most = _mm256_max_epu16(most, _mm256_and_si256(values, _mm256_set1_epi16(0x7FFF)));
-        }
-        const __m128i half = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+        constexpr int kValues = 2 * kWidth;
+        Words most = {};
+        for (int i = 0; i < count; i += kValues) most = larger_halves(most, load_words((const Words*)(from + i)) & 0x7FFF7FFFu);
+        const __m256i halves = folded(most, [](__m256i a, __m256i b) { return _mm256_max_epu16(a, b); });
+        const __m128i half = _mm_max_epu16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
         const __m128i least = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)));
         const uint16_t largest = (uint16_t)~_mm_extract_epi16(least, 0);
         constexpr uint16_t kInfinite = 0x7F80, kTiny = (127 - 100) << 7;
         const float value = Bfloat16::widen(largest);
         const float inverse = largest < kTiny ? 0.0f : kMostLeft / value;
         const float scale = largest >= kInfinite ? __builtin_nanf("") : largest < kTiny ? 0.0f : value / kMostLeft;
-        __m256i twice = _mm256_setzero_si256();  // each two units' cross products, in both units' lanes
-        for (int i = 0; i < count; i += 16) {
-            const __m256i packed = rounded(from + i, inverse);
-            _mm256_storeu_si256((__m256i*)(to + i), packed);
-            twice = _mm256_add_epi32(twice, _mm256_madd_epi16(packed, _mm256_shuffle_epi32(packed, 0xB1)));
+        Words twice = {};  // each two units' cross products, in both units' lanes
+        for (int i = 0; i < count; i += kValues) {
+            const Words pairs = rounded(load_words((const Words*)(from + i)), inverse);
+            memcpy(to + i, &pairs, sizeof pairs);
+            twice = add_products(twice, pairs, swapped(pairs));
         }
+        const __m256i sums = folded(twice, [](__m256i a, __m256i b) { return _mm256_add_epi32(a, b); });
         uint32_t lanes[8];
-        memcpy(lanes, &twice, sizeof lanes);
+        memcpy(lanes, &sums, sizeof lanes);
         const Common common = {scale, lanes[0] + lanes[2] + lanes[4] + lanes[6]};
         memcpy(to + count, &common, sizeof common);
     }
 
   private:
-    // 16 values.
-    static ALWAYS_INLINE __m256i rounded(const uint16_t* from, float inverse) {
-        const auto integers = [&](int i) { return nearest_integers(Bfloat16::load(from + i) * inverse); };
+    // Two values in each lane, times `inverse`.
+    static ALWAYS_INLINE Words rounded(Words values, float inverse) {
+        const Words first = (Words)nearest_integers((Floats)(values << 16) * inverse);
+        const Words second = (Words)nearest_integers((Floats)(values & 0xFFFF0000u) * inverse);
+        return (first & 0xFFFFu) | second << 16;
+    }
+    static ALWAYS_INLINE Words larger_halves(Words a, Words b) {
 #if defined(__AVX512F__)
-        return _mm512_cvtepi32_epi16((__m512i)integers(0));
+        return (Words)_mm512_max_epu16((__m512i)a, (__m512i)b);
 #else
-        return _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)integers(0), (__m256i)integers(kWidth)), 0xD8);
+        return (Words)_mm256_max_epu16((__m256i)a, (__m256i)b);
+#endif
+    }
+    // Each two neighbouring lanes change places.
+    static ALWAYS_INLINE Words swapped(Words x) {
+#if defined(__AVX512F__)
+        return (Words)_mm512_shuffle_epi32((__m512i)x, (_MM_PERM_ENUM)0xB1);
+#else
+        return (Words)_mm256_shuffle_epi32((__m256i)x, 0xB1);
+#endif
+    }
+    // Both halves of a vector of 512 bits as one of 256.
+    template <class Combine>
+    static ALWAYS_INLINE __m256i folded(Words x, [[maybe_unused]] Combine combine) {
+#if defined(__AVX512F__)
+        return combine(_mm512_castsi512_si256((__m512i)x), _mm512_extracti64x4_epi64((__m512i)x, 1));
+#else
+        return (__m256i)x;
 #endif
     }
 };
