@@ -12,7 +12,8 @@ from pathlib import Path
 def measure(work: str, *arguments: object) -> tuple[int, int]:
     """Bytes that the resident memory grew by at the peak of `work`, and what it was when that began."""
     command = [sys.executable, __file__, work, *map(str, arguments)]
-    environment = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}", "GOMP_SPINCOUNT": "2000"}
+    of_worker = {"GOMP_SPINCOUNT": "2000", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    environment = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}", **of_worker}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
     assert ended.returncode == 0, ended.stderr
     growth, base = ended.stdout.split()

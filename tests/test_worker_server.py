@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -442,6 +443,33 @@ def start(*arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "worker", *map(str, arguments)], stderr=subprocess.PIPE, text=True, env={"PATH": ""}
     )
+
+
+@pytest.mark.parametrize(
+    ("pages", "told", "expected"),
+    [
+        ("always [madvise] never", {}, "glibc.malloc.hugetlb=1"),
+        ("[always] madvise never", {}, None),
+        ("always madvise [never]", {}, None),
+        (None, {}, None),
+        ("always [madvise] never", {"GLIBC_TUNABLES": "glibc.malloc.check=0"}, "glibc.malloc.check=0"),
+    ],
+)
+def test_a_worker_begins_again_once_where_malloc_can_ask_for_huge_pages(tmp_path, pages, told, expected):
+    (tmp_path / "asks.py").write_text(
+        "import os, pathlib, worker.__main__ as main\n"
+        f"main._HUGE_PAGES = pathlib.Path({str(tmp_path / 'enabled')!r})\n"
+        "print('begins', flush=True)\n"
+        "main.ask_for_huge_pages()\n"
+        "print(os.environ.get('GLIBC_TUNABLES'))\n"
+    )
+    if pages is not None:
+        (tmp_path / "enabled").write_text(f"{pages}\n")
+    variables = {"PYTHONPATH": str(Path(__file__).parents[1]), **told}
+    command = [sys.executable, "-P", str(tmp_path / "asks.py")]
+    lines = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.splitlines()
+    begins_again = pages is not None and "[madvise]" in pages and not told
+    assert lines == ["begins"] * (1 + begins_again) + [str(expected)]
 
 
 def test_the_process_spins_briefly_and_loads_nothing_heavy_beside_torch():

@@ -5,8 +5,27 @@ import json
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 
-from worker.config import WorkerSettings
+# Whether the system gives huge pages, and to whom.
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def ask_for_huge_pages() -> None:
+    """Begins this program again so that malloc asks for huge pages, where those get them who ask.
+
+    A step goes through all weights and asks memory for them ahead; a page of 4 KB is soon over, and to look up the next
+    one takes time. glibc reads what it is told before Python begins, and once.
+    """
+    if "GLIBC_TUNABLES" not in os.environ and _HUGE_PAGES.exists() and "[madvise]" in _HUGE_PAGES.read_text():
+        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        os.execv(sys.executable, sys.orig_argv)
+
+
+if __name__ == "__main__":
+    ask_for_huge_pages()
+
+from worker.config import WorkerSettings  # noqa: E402  # it would be imported twice
 
 # A thread that waits for the others of its OpenMP team spins, by default for milliseconds. The router and the scheduler
 # run on the same cores: with one more busy thread than cores, those that spin keep the one that all wait for off its
