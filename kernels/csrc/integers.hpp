@@ -83,7 +83,8 @@ struct Grouped {
     static ALWAYS_INLINE void store(Value* to, const uint16_t* from, int count) {
         constexpr int kValues = 2 * kWidth;
         Words most = {};
-        for (int i = 0; i < count; i += kValues) most = larger_halves(most, load_words((const Words*)(from + i)) & 0x7FFF7FFFu);
+        for (int i = 0; i < count; i += kValues)
+            most = larger_halves(most, load_words((const Words*)(from + i)) & 0x7FFF7FFFu);
         const __m256i halves = folded(most, [](__m256i a, __m256i b) { return _mm256_max_epu16(a, b); });
         const __m128i half = _mm_max_epu16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
         const __m128i least = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)));

@@ -78,7 +78,9 @@ ALWAYS_INLINE uint32_t equal_places(const float* logits, float value) {
 
 // The scores of some panels, each to stand `stride` behind the one before. First each one's largest logit, so that none
 // waits for its own. Not inlined in any of the products.
-__attribute__((noinline)) void score_panels(const float (*logits)[kPanel], int count, const PanelScores& to, int64_t stride) {
+__attribute__((noinline)) void score_panels(
+    const float (*logits)[kPanel], int count, const PanelScores& to, int64_t stride
+) {
     for (int panel = 0; panel < count; ++panel) {
         Floats most = load_floats(logits[panel]);
 #pragma GCC unroll 8
@@ -140,7 +142,9 @@ void score_rows(void* data, int) {
 void run_scores(ScoresJob job, const Threads& threads) { run_on(threads, job.rows.count > 1, score_rows, &job); }
 
 // Of logits. Gives -1, or -2 without memory.
-int score_logits(const float* logits, int64_t stride, int size, int num_rows, const RowScores& scores, const Threads& threads) {
+int score_logits(
+    const float* logits, int64_t stride, int size, int num_rows, const RowScores& scores, const Threads& threads
+) {
     const PanelScores panels = PanelScores::make(num_rows, size);
     if (panels.most == nullptr) return -2;
     run_scores({logits, stride, size, panels, scores, {0, num_rows}}, threads);
