@@ -90,6 +90,20 @@ ALWAYS_INLINE void finish_rows(const Linear& a, int64_t first_row, int num_rows,
         if (a.scales != nullptr) x *= load_floats(a.scales + first + i);
         return a.bias != nullptr ? x + load_floats(bias + i) : x;
     };
+    // As values of that kind, to where they belong.
+    const auto put = [&](auto out_element) __attribute__((always_inline)) {
+        using Out = decltype(out_element);
+        auto* out = static_cast<typename Out::Value*>(a.out) + first_row * a.out_stride + first;
+        for (int row = 0; row < num_rows; ++row, out += a.out_stride)
+            if (count == kPanel) {
+#pragma GCC unroll 8
+                for (int i = 0; i < kPanel; i += kWidth) Out::store(out + i, finished(row, i));
+            } else {
+                typename Out::Value values[kPanel];
+                for (int i = 0; i < kPanel; i += kWidth) Out::store(values + i, finished(row, i));
+                memcpy(out, values, count * sizeof *out);
+            }
+    };
     if (a.scores != nullptr) {
         for (int row = 0; row < num_rows; ++row) {
 #pragma GCC unroll 8
@@ -97,16 +111,6 @@ ALWAYS_INLINE void finish_rows(const Linear& a, int64_t first_row, int num_rows,
             fill_panel(sums[row], count);
         }
         score_panels(sums, num_rows, a.scores->of_row(first_row).behind(panel), a.scores->stride);
-    } else if (a.widened) {
-        float* out = static_cast<float*>(a.out) + first_row * a.out_stride + first;
-        for (int row = 0; row < num_rows; ++row, out += a.out_stride)
-            if (count == kPanel) {
-#pragma GCC unroll 8
-                for (int i = 0; i < kPanel; i += kWidth) store_floats(out + i, finished(row, i));
-            } else {
-                for (int i = 0; i < kPanel; i += kWidth) store_floats(sums[row] + i, finished(row, i));
-                memcpy(out, sums[row], count * sizeof *out);
-            }
     } else if (a.gated) {
         Value* out = static_cast<Value*>(a.out) + first_row * a.out_stride + first / 2;
         for (int row = 0; row < num_rows; ++row, out += a.out_stride)
@@ -116,17 +120,10 @@ ALWAYS_INLINE void finish_rows(const Linear& a, int64_t first_row, int num_rows,
                 const Floats value = Element::rounded(finished(row, kPanel / 2 + i));
                 Element::store(out + i, Element::rounded(silu(gate)) * value);
             }
+    } else if (a.widened) {
+        put(Float32{});
     } else {
-        Value* out = static_cast<Value*>(a.out) + first_row * a.out_stride + first;
-        for (int row = 0; row < num_rows; ++row, out += a.out_stride)
-            if (count == kPanel) {
-#pragma GCC unroll 4
-                for (int i = 0; i < kPanel; i += kWidth) Element::store(out + i, finished(row, i));
-            } else {
-                Value values[kPanel];
-                for (int i = 0; i < kPanel; i += kWidth) Element::store(values + i, finished(row, i));
-                memcpy(out, values, count * sizeof *out);
-            }
+        put(Element{});
     }
 }
 

@@ -2,7 +2,7 @@
 // its own first, so that a product whose outputs are logits can do without memory for them (linear.hpp). The bits are the
 // same either way.
 //
-// The sum is made in one pass over the logits, as in Milakov & Gimelshein 2018, arXiv:1805.02867, Alg. 3.
+// What panels come to is merged as in Milakov & Gimelshein 2018, arXiv:1805.02867, section 3.1.
 #pragma once
 
 #include <stdlib.h>
