@@ -288,13 +288,15 @@ class _Malformed:
 
 
 class _Boundary(grpc.aio.ServerInterceptor):
-    """Turns what our servicers raise into statuses, and knows how many calls of ours are live.
+    """Turns what our servicers raise into statuses, and knows which calls of ours are live.
 
-    The servicers' streaming methods are coroutines that call `context.write`.
+    They are until their status is sent, which may be long after their method's end where an answer is large; or until
+    their client counts as one that does not read. The servicers' streaming methods are coroutines that call
+    `context.write`.
     """
 
     def __init__(self) -> None:
-        self._num_live = 0
+        self._live: set[asyncio.Task[Any]] = set()  # gRPC's, one for each call
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -303,7 +305,7 @@ class _Boundary(grpc.aio.ServerInterceptor):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-        return self._num_live == 0
+        return not self._live
 
     async def intercept_service(
         self,
@@ -317,27 +319,25 @@ class _Boundary(grpc.aio.ServerInterceptor):
         behaviour = getattr(handler, sides)
 
         async def guarded(request: object, context: grpc.aio.ServicerContext) -> object:
-            self._num_live += 1
+            call = _this_task()
+            self._live.add(call)
             self._idle.clear()
+            call.add_done_callback(self._forget)
             try:
                 if isinstance(request, _Malformed):
                     raise request.refusal
                 return await behaviour(request, context)
             except Refusal as refusal:
-                await _abort(context, refusal)
+                await self._abort(context, refusal)
             except DecodeError as error:  # a later message of a stream
-                await _abort(context, _malformed(error))
+                await self._abort(context, _malformed(error))
             except (grpc.aio.AbortError, grpc.aio.UsageError):
                 raise
             except Exception:
                 facts = {"method": details.method, "request_id": getattr(request, "request_id", "")}
                 log.exception("bug", extra=facts)
                 bug = Refusal(grpc.StatusCode.INTERNAL, "BUG", f"{details.method} failed; the server's log says why")
-                await _abort(context, bug)
-            finally:
-                self._num_live -= 1
-                if self._num_live == 0:
-                    self._idle.set()
+                await self._abort(context, bug)
 
         make = getattr(grpc, f"{sides}_rpc_method_handler")
         deserialize = handler.request_deserializer
@@ -345,20 +345,31 @@ class _Boundary(grpc.aio.ServerInterceptor):
             deserialize = _forgiving(deserialize)
         return make(guarded, deserialize, handler.response_serializer)
 
+    async def _abort(self, context: "grpc.aio.ServicerContext[Any, Any]", refusal: Refusal) -> NoReturn:
+        """Ends a call with an error, also where the client does not read what was written before.
 
-async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", refusal: Refusal) -> NoReturn:
-    """Ends a call with an error, also where the client does not read what was written before.
+        gRPC would wait for such a client until its connection dies.
 
-    gRPC would wait for such a client until its connection dies.
+        Raises:
+            grpc.aio.AbortError: always, for gRPC itself.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_TIMEOUT_S):
+                await context.abort_with_status(rpc_status.to_status(to_status(refusal)))
+        self._forget(_this_task())
+        await context.send_initial_metadata(())  # raises what the wait was cut off from
+        raise AssertionError("an aborted call goes on")
 
-    Raises:
-        grpc.aio.AbortError: always, for gRPC itself.
-    """
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_ABORT_TIMEOUT_S):
-            await context.abort_with_status(rpc_status.to_status(to_status(refusal)))
-    await context.send_initial_metadata(())  # raises what the wait was cut off from
-    raise AssertionError("an aborted call goes on")
+    def _forget(self, call: "asyncio.Task[Any]") -> None:
+        self._live.discard(call)
+        if not self._live:
+            self._idle.set()
+
+
+def _this_task() -> "asyncio.Task[Any]":
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 def _forgiving(deserialize: Callable[[bytes], object]) -> Callable[[bytes], object]:

@@ -16,18 +16,18 @@ from protos.errors import Refusal
 from router.config import RouterSettings
 
 METHOD = "/pagewire.test/Say"
-Say = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
+Say = Callable[[grpc.aio.ServicerContext], Awaitable[bytes | None]]
 
 
 @contextlib.asynccontextmanager
-async def serving(say: Say):
-    """A server of ours with one streaming method, and its port."""
+async def serving(say: Say, make=grpc.unary_stream_rpc_method_handler):
+    """A server of ours with one method, which streams unless told otherwise, and its port."""
 
     def add(_: object, server: grpc.aio.Server) -> None:
-        async def method(request: bytes, context: grpc.aio.ServicerContext) -> None:
-            await say(context)
+        async def method(request: bytes, context: grpc.aio.ServicerContext) -> bytes | None:
+            return await say(context)
 
-        handlers = {"Say": grpc.unary_stream_rpc_method_handler(method, bytes, bytes)}
+        handlers = {"Say": make(method, bytes, bytes)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pagewire.test", handlers),))
         server.add_registered_method_handlers("pagewire.test", handlers)
 
@@ -98,6 +98,26 @@ async def test_a_server_that_stops_sends_clients_to_another_while_live_calls_fin
         assert await say(channel).read() == b"other"
         gate.set()
         assert [await live.read(), await live.read()] == [b"ended", grpc.aio.EOF]
+        await stopping
+
+
+async def test_a_server_that_stops_sends_the_last_answers_whole():
+    """They are larger than a connection takes at once, so that they are on their way when their methods have ended."""
+    answer, num_calls, begun, stops = b"x" * 4_000_000, 8, asyncio.Semaphore(0), asyncio.Event()
+
+    async def wait(context: grpc.aio.ServicerContext) -> bytes:
+        begun.release()
+        await stops.wait()
+        await asyncio.sleep(2 * rpc._SETTLE_S)
+        return answer
+
+    async with serving(wait, grpc.unary_unary_rpc_method_handler) as (server, port), channel_to(port) as channel:
+        calls = [channel.unary_unary(METHOD)(b"") for _ in range(num_calls)]
+        for _ in calls:
+            await begun.acquire()
+        stopping = asyncio.create_task(server.stop(grace_s=60))
+        stops.set()
+        assert await asyncio.gather(*calls) == [answer] * num_calls
         await stopping
 
 
