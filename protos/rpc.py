@@ -33,8 +33,9 @@ LIVENESS = "liveness"
 
 _STOP_TIMEOUT_S = 2.0
 _SETTLE_S = 0.1
-# How long an error may be on its way to a client before the client counts as one that does not read.
-_ABORT_TIMEOUT_S = 1.0
+# How long an error may be on its way to a client before the client counts as one that does not read; and how long a
+# server that stops waits for an answer, which may be large.
+_ABORT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 1.0, 5.0
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -252,11 +253,16 @@ class Server:
         # Takes no calls any more. Its own grace would wait for every open health watch too, and those end only when
         # we do.
         closing = asyncio.ensure_future(self._server.stop(grace_s + end_within_s + _STOP_TIMEOUT_S))
+        loop = asyncio.get_running_loop()
+        grace_ends = loop.time() + grace_s
         # What it took last comes to our methods now.
         await asyncio.sleep(min(grace_s, _SETTLE_S))
-        if not await self._boundary.idle_within(grace_s) and end_live is not None:
+        if await self._boundary.methods.none_within(grace_ends - loop.time()):
+            # gRPC may have only begun to send what they have answered.
+            await self._boundary.calls.none_within(min(grace_ends - loop.time(), _ANSWER_TIMEOUT_S))
+        elif end_live is not None:
             end_live()
-            await self._boundary.idle_within(end_within_s)
+            await self._boundary.calls.none_within(end_within_s)
         # A connection whose reader has stopped reading does not close, and gRPC would wait for it for ever.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_TIMEOUT_S):
@@ -287,25 +293,47 @@ class _Malformed:
     refusal: Refusal
 
 
-class _Boundary(grpc.aio.ServerInterceptor):
-    """Turns what our servicers raise into statuses, and knows which calls of ours are live.
+class _Live:
+    """Tasks that are to end some time."""
 
-    They are until their status is sent, which may be long after their method's end where an answer is large; or until
-    their client counts as one that does not read. The servicers' streaming methods are coroutines that call
-    `context.write`.
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def add(self, task: "asyncio.Task[Any]") -> None:
+        """One has begun."""
+        self._tasks.add(task)
+        self._none.clear()
+
+    def discard(self, task: "asyncio.Task[Any]") -> None:
+        """One has ended, or counts as if it had."""
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._none.set()
+
+    async def none_within(self, timeout_s: float) -> bool:
+        """Whether there is none, now or at some time within `timeout_s` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._none.wait()
+        except TimeoutError:
+            return not self._tasks
+
+
+class _Boundary(grpc.aio.ServerInterceptor):
+    """Turns what our servicers raise into statuses, and knows what of ours is live.
+
+    The servicers' streaming methods are coroutines that call `context.write`.
+
+    Attributes:
+        methods: gRPC's tasks of calls whose methods run.
+        calls: those of calls that are not answered to the end: an answer may be on its way when its method has ended.
     """
 
     def __init__(self) -> None:
-        self._live: set[asyncio.Task[Any]] = set()  # gRPC's, one for each call
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    async def idle_within(self, timeout_s: float) -> bool:
-        """Whether no call is live, now or at some time within `timeout_s` seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        return not self._live
+        self.methods = _Live()
+        self.calls = _Live()
 
     async def intercept_service(
         self,
@@ -319,25 +347,28 @@ class _Boundary(grpc.aio.ServerInterceptor):
         behaviour = getattr(handler, sides)
 
         async def guarded(request: object, context: grpc.aio.ServicerContext) -> object:
-            call = _this_task()
-            self._live.add(call)
-            self._idle.clear()
-            call.add_done_callback(self._forget)
+            call = asyncio.current_task()
+            assert call is not None
+            self.methods.add(call)
+            self.calls.add(call)
+            call.add_done_callback(self.calls.discard)
             try:
                 if isinstance(request, _Malformed):
                     raise request.refusal
                 return await behaviour(request, context)
             except Refusal as refusal:
-                await self._abort(context, refusal)
+                await _abort(context, refusal)
             except DecodeError as error:  # a later message of a stream
-                await self._abort(context, _malformed(error))
+                await _abort(context, _malformed(error))
             except (grpc.aio.AbortError, grpc.aio.UsageError):
                 raise
             except Exception:
                 facts = {"method": details.method, "request_id": getattr(request, "request_id", "")}
                 log.exception("bug", extra=facts)
                 bug = Refusal(grpc.StatusCode.INTERNAL, "BUG", f"{details.method} failed; the server's log says why")
-                await self._abort(context, bug)
+                await _abort(context, bug)
+            finally:
+                self.methods.discard(call)
 
         make = getattr(grpc, f"{sides}_rpc_method_handler")
         deserialize = handler.request_deserializer
@@ -345,31 +376,20 @@ class _Boundary(grpc.aio.ServerInterceptor):
             deserialize = _forgiving(deserialize)
         return make(guarded, deserialize, handler.response_serializer)
 
-    async def _abort(self, context: "grpc.aio.ServicerContext[Any, Any]", refusal: Refusal) -> NoReturn:
-        """Ends a call with an error, also where the client does not read what was written before.
 
-        gRPC would wait for such a client until its connection dies.
+async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", refusal: Refusal) -> NoReturn:
+    """Ends a call with an error, also where the client does not read what was written before.
 
-        Raises:
-            grpc.aio.AbortError: always, for gRPC itself.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await context.abort_with_status(rpc_status.to_status(to_status(refusal)))
-        self._forget(_this_task())
-        await context.send_initial_metadata(())  # raises what the wait was cut off from
-        raise AssertionError("an aborted call goes on")
+    gRPC would wait for such a client until its connection dies.
 
-    def _forget(self, call: "asyncio.Task[Any]") -> None:
-        self._live.discard(call)
-        if not self._live:
-            self._idle.set()
-
-
-def _this_task() -> "asyncio.Task[Any]":
-    task = asyncio.current_task()
-    assert task is not None
-    return task
+    Raises:
+        grpc.aio.AbortError: always, for gRPC itself.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ABORT_TIMEOUT_S):
+            await context.abort_with_status(rpc_status.to_status(to_status(refusal)))
+    await context.send_initial_metadata(())  # raises what the wait was cut off from
+    raise AssertionError("an aborted call goes on")
 
 
 def _forgiving(deserialize: Callable[[bytes], object]) -> Callable[[bytes], object]:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from http2_frames import DATA, END_HEADERS, END_STREAM, HEADERS, frame, grpc_message, opening, preface
 
 from protos import rpc
 from protos.errors import Refusal
@@ -119,6 +120,25 @@ async def test_a_server_that_stops_sends_the_last_answers_whole():
         stops.set()
         assert await asyncio.gather(*calls) == [answer] * num_calls
         await stopping
+
+
+async def test_a_server_that_stops_does_not_wait_the_whole_grace_for_who_does_not_read_an_answer(monkeypatch):
+    monkeypatch.setattr(rpc, "_ANSWER_TIMEOUT_S", 0.3)
+    ended = asyncio.Event()
+
+    async def answer(context: grpc.aio.ServicerContext) -> bytes:
+        ended.set()
+        return b"x" * 1_000_000
+
+    async with serving(answer, grpc.unary_unary_rpc_method_handler) as (server, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(preface() + frame(HEADERS, END_HEADERS, 1, opening(METHOD.encode())))
+        writer.write(frame(DATA, END_STREAM, 1, grpc_message(b"")))
+        await ended.wait()
+        begun = time.monotonic()
+        await server.stop(grace_s=60)
+        assert time.monotonic() - begun < 20
+        writer.close()
 
 
 async def test_what_is_live_at_the_end_of_the_grace_is_told_why_by_its_method():
