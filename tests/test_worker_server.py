@@ -465,11 +465,38 @@ def test_a_worker_begins_again_once_where_malloc_can_ask_for_huge_pages(tmp_path
     )
     if pages is not None:
         (tmp_path / "enabled").write_text(f"{pages}\n")
-    variables = {"PYTHONPATH": str(Path(__file__).parents[1]), **told}
-    command = [sys.executable, "-P", str(tmp_path / "asks.py")]
-    lines = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.splitlines()
     begins_again = pages is not None and "[madvise]" in pages and not told
-    assert lines == ["begins"] * (1 + begins_again) + [str(expected)]
+    assert lines_of(tmp_path / "asks.py", told) == ["begins"] * (1 + begins_again) + [str(expected)]
+
+
+def test_a_worker_that_glibc_does_not_let_ask_for_huge_pages_goes_without(tmp_path):
+    """As where a program has more rights than who starts it: the variable is gone before Python begins."""
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    (tmp_path / "asks.py").write_text(
+        "import os, pathlib, worker.__main__ as main\n"
+        f"main._HUGE_PAGES = pathlib.Path({str(tmp_path / 'enabled')!r})\n"
+        "os.environ.pop('GLIBC_TUNABLES', None)\n"
+        "print('begins', flush=True)\n"
+        "main.ask_for_huge_pages()\n"
+    )
+    assert lines_of(tmp_path / "asks.py") == ["begins", "begins"]
+
+
+def test_a_worker_that_can_not_see_who_gets_huge_pages_goes_without(tmp_path):
+    (tmp_path / "asks.py").write_text(
+        "import pathlib, worker.__main__ as main\n"
+        f"main._HUGE_PAGES = pathlib.Path({str(tmp_path)!r})\n"  # a folder
+        "main.ask_for_huge_pages()\n"
+        "print('goes on')\n"
+    )
+    assert lines_of(tmp_path / "asks.py") == ["goes on"]
+
+
+def lines_of(program, variables=()):
+    """What a Python program says that imports us."""
+    variables = {"PYTHONPATH": str(Path(__file__).parents[1]), **dict(variables)}
+    command = [sys.executable, "-P", str(program)]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def test_the_process_spins_briefly_and_loads_nothing_heavy_beside_torch():

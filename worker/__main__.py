@@ -1,5 +1,6 @@
 """`python -m worker --model DIRECTORY`; `worker.process` does the work."""
 
+import contextlib
 import gc
 import json
 import os
@@ -9,6 +10,8 @@ from pathlib import Path
 
 # Whether the system gives huge pages, and to whom.
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# Says as one of Python's own options that it has begun again; glibc may take its variable away before we see it.
+_AGAIN = "begun-again"
 
 
 def ask_for_huge_pages() -> None:
@@ -17,9 +20,13 @@ def ask_for_huge_pages() -> None:
     A step goes through all weights and asks memory for them ahead; a page of 4 KB is soon over, and to look up the next
     one takes time. glibc reads what it is told before Python begins, and once.
     """
-    if "GLIBC_TUNABLES" not in os.environ and _HUGE_PAGES.exists() and "[madvise]" in _HUGE_PAGES.read_text():
-        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-        os.execv(sys.executable, sys.orig_argv)
+    if "GLIBC_TUNABLES" in os.environ or _AGAIN in sys._xoptions:
+        return
+    with contextlib.suppress(OSError):  # it goes without as well
+        if "[madvise]" in _HUGE_PAGES.read_text():
+            os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+            program, *arguments = sys.orig_argv
+            os.execv(sys.executable, [program, "-X", _AGAIN, *arguments])
 
 
 if __name__ == "__main__":
