@@ -74,11 +74,13 @@ def test_logits_that_do_not_fit_are_refused(kernels):
             kernels.normalizers_and_best(logits)
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("layer", ["linear", "int8_linear"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 64), (31, 64), (33, 6), (1000, 64), (3000, 320)])
-def test_a_product_scores_its_outputs_as_if_they_were_logits_to_the_last_bit(kernels, shape, dtype, layer):
-    product = getattr(kernels, layer)(random(*shape).to(dtype) / 8, None, widened=True)
+def test_a_product_scores_its_outputs_as_if_they_were_logits_to_the_last_bit(kernels, shape, dtype, layer, biased):
+    bias = random(shape[0]).to(dtype) if biased else None
+    product = getattr(kernels, layer)(random(*shape).to(dtype) / 8, bias, widened=True)
     x = random(40, shape[1]).to(dtype)
     logits = product(x)
     normalizers, best = kernels.normalizers_and_best(logits)

@@ -86,9 +86,10 @@ ALWAYS_INLINE void finish_rows(const Linear& a, int64_t first_row, int num_rows,
     for (int i = 0; a.bias != nullptr && i < count; ++i)
         bias[i] = Element::widen(static_cast<const Value*>(a.bias)[first + i]);
     const auto finished = [&](int row, int i) __attribute__((always_inline)) {
-        Floats x = load_floats(sums[row] + i);
-        if (a.scales != nullptr) x *= load_floats(a.scales + first + i);
-        return a.bias != nullptr ? x + load_floats(bias + i) : x;
+        const Floats x = load_floats(sums[row] + i);
+        if (a.scales == nullptr) return a.bias != nullptr ? x + load_floats(bias + i) : x;
+        const Floats scale = load_floats(a.scales + first + i);
+        return a.bias != nullptr ? multiply_add(x, scale, load_floats(bias + i)) : x * scale;
     };
     // As values of that kind, to where they belong.
     const auto put = [&](auto out_element) __attribute__((always_inline)) {

@@ -22,7 +22,7 @@ struct PanelScores {
     // For logits of such a size; `most` is to be freed, and null without memory.
     static PanelScores make(int64_t num_rows, int size) {
         // An odd number of cache lines, so that rows do not stand in the same few sets of a cache.
-        const int64_t stride = 16 * (size / (16 * kPanel) + 1 | 1);
+        const int64_t stride = 16 * ((size / (16 * kPanel) + 1) | 1);
         float* memory = static_cast<float*>(malloc(num_rows * stride * (2 * sizeof(float) + 1) + 1));
         float* sums = memory + num_rows * stride;
         return {memory, sums, reinterpret_cast<uint8_t*>(sums + num_rows * stride), stride};

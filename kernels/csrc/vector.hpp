@@ -109,15 +109,19 @@ ALWAYS_INLINE Integers nearest_integers(Floats x) {
 #endif
 }
 
-// a * b + c, rounded once. Where such a sum is written out, a compiler may round it once here, and twice there.
+#endif
+
+// a * b + c, rounded once where there is an instruction for it. Where such a sum is written out, a compiler may round it
+// once here, and twice there.
 ALWAYS_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
+#elif defined(__AVX2__)
     return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
 #endif
 }
-#endif
 
 // 2^x with an error of some 2e-7 of it: x = n + r, a polynomial in r on [-1/2, 1/2], and n added to the exponent (Cody
 // & Waite 1980). Below -126 it gives 2^-126, which is as good as nothing; NaN stays NaN, and 0 gives exactly 1.
