@@ -176,3 +176,11 @@ def why_never(group: SequenceGroup, blocks: BlockManager) -> str:
         f"{num_blocks_to_admit(group, blocks)} of the {blocks.num_blocks} KV blocks of {blocks.block_size} tokens that "
         f"there are"
     )
+
+
+def why_no_more(group: SequenceGroup, blocks: BlockManager) -> str:
+    """Why a sequence ends that had more tokens, in another pool, than it may have in this one; for the client."""
+    return (
+        f"the {blocks.num_blocks} KV blocks of {blocks.block_size} tokens that there are have room for "
+        f"{group.num_seqs} x (a prompt of {group.num_prompt_tokens} tokens and {group.max_tokens} tokens of output)"
+    )

@@ -75,6 +75,16 @@ class Decoder:
             group.sequences = [_ended(group, index, None, Status.FINISHED_IGNORED) for index in range(group.n)]
             plan.ignored[-1:] = [Finished(group, sequence, message) for sequence in group.sequences]
 
+    def end_outgrown(self, plan: Plan, group: SequenceGroup, message: str) -> bool:
+        """Ends those of a waiting group's sequences that have all the tokens which the pool has room for; whether all.
+
+        They had more in another pool. With theirs the others would not fit, though each of them fits into its share.
+        """
+        for sequence in [each for each in group.live if len(each.output_token_ids) >= group.max_tokens]:
+            self._queues.finish(group, sequence, Status.FINISHED_LENGTH_CAPPED)
+            plan.ignored.append(Finished(group, sequence, message))
+        return not group.live
+
     def _accept(self, row: Row, outputs: StepOutputs) -> bool:
         """Whether a draft is the token that its sequence sampled there: then what is sampled behind it counts too."""
         sequence = row.sequence

@@ -26,6 +26,7 @@ from scheduler.admission import (
     num_blocks_to_swap_in,
     should_follow,
     why_never,
+    why_no_more,
 )
 from scheduler.beam import BeamParams, BeamSearch
 from scheduler.block_manager import BlockManager
@@ -164,6 +165,7 @@ class Scheduler:
         )
         if progress:
             group.take_up(progress)
+            group.cap(min(max_tokens, max_tokens_that_fit(num_tokens, group.num_seqs, self.blocks)))
         self.queues.submit(group)
         if deadline is not None:
             self._deadlines.watch(group, self.rates, self.num_live)
@@ -434,6 +436,8 @@ class Scheduler:
             num_tokens_left = self._budget - plan.num_tokens
             if (reason := self._why_not_yet(group, plan, num_tokens_left, now)) is not None:
                 return self._hold_up(group, reason)
+            if group.beam is None and self._decoder.end_outgrown(plan, group, why_no_more(group, self.blocks)):
+                continue
             tokens = group.token_ids(group.root, 0, group.targets()[0][1])
             looks_up = self.policy.prefix_caching and not group.owes_prompt_logprobs
             prefix = self.blocks.match(tokens, group.salt) if looks_up else []

@@ -324,7 +324,7 @@ class SequenceGroup:
         """Goes on from what its sequences had output elsewhere, as if they had been preempted since.
 
         Raises:
-            ValueError: that is not of as many sequences, or leaves nothing to do.
+            ValueError: that is not of as many sequences, leaves nothing to do, or has some begun and others not.
         """
         for sequence, begun in zip(self.sequences, progress, strict=True):
             if begun.ended:
@@ -336,6 +336,8 @@ class SequenceGroup:
                 raise ValueError(f"sequence {sequence.index} has all of its {len(begun.token_ids)} tokens already")
         if not self.live:
             raise ValueError("all sequences have ended already")
+        if len({not sequence.output_token_ids for sequence in self.live}) > 1:
+            raise ValueError("some sequences have tokens and others none, and all get their first ones together")
         self.forked = len(self.live) == 1
         self.taken_up = True
 

@@ -1,5 +1,7 @@
 """The scheduler core: what each step holds, with numbers small enough to do by hand. No clock, no port, no torch."""
 
+from array import array
+
 import pytest
 from scheduler_by_hand import STOP, make, rows, step, submit
 
@@ -7,7 +9,7 @@ from protos.columns import unpack
 from scheduler.admission import QueueFull
 from scheduler.plan import StepResult, to_request
 from scheduler.policy import Policy
-from scheduler.sequence import Status
+from scheduler.sequence import Progress, Status
 
 
 def test_a_prompt_is_computed_then_a_token_a_step_until_max_tokens():
@@ -157,6 +159,29 @@ def test_max_tokens_is_capped_by_what_a_group_alone_can_hold():
         step(core)
     assert group.sequences[0].status is Status.FINISHED_LENGTH_CAPPED
     assert len(group.sequences[0].output_token_ids) == 4 * 4 - 5
+
+
+def test_sequences_that_went_on_unevenly_in_a_larger_pool_end_at_this_ones_cap_or_fit_into_it():
+    core = make(num_blocks=13, block_size=1, budget=3, max_num_seqs=2)
+    begun = [Progress(array("i", [7])), Progress(array("i", [7] * 9))]
+    group = submit(core, 1, max_tokens=20, n=2, progress=begun)
+    plan, _ = step(core)
+    assert [ended.sequence.index for ended in plan.ignored] == [1]
+    assert "have room for 2 x (a prompt of 1 tokens and 6 tokens of output)" in plan.ignored[0].message
+    while group.live:
+        step(core)
+    assert [len(sequence.output_token_ids) for sequence in group.sequences] == [6, 9]
+
+
+def test_a_group_that_goes_on_has_the_room_of_its_sequences_that_have_ended():
+    core = make(num_blocks=25)
+    begun = [Progress(array("i", [7] * 40)), *[Progress(array("i"), 0.0, True)] * 3]
+    assert submit(core, 4, max_tokens=80, n=4, progress=begun).max_tokens == 80
+
+
+def test_sequences_of_one_prompt_have_all_begun_elsewhere_or_none():
+    with pytest.raises(ValueError, match="some sequences have tokens and others none"):
+        submit(make(), 4, n=2, progress=[Progress(array("i")), Progress(array("i", [7]))])
 
 
 def test_n_sequences_share_the_prompts_blocks_and_sample_from_one_row():
