@@ -199,6 +199,8 @@ class SessionService:
         known = self._sessions.find(submit.request_id)
         if known is not None and _takes_over(known, submit):
             known = self._adopt(known, session, submit)
+        elif known is not None and known.session.outbox is None and not submit.HasField("continuation"):
+            known = None  # of a router that is away, perhaps for ever; its client may be who asks again now
         elif known is not None and (known.session is not session or known.handle != submit.handle):
             message = f"request id {submit.request_id!r} is in use by a live request"
             in_use = Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)

@@ -27,16 +27,23 @@ _FINISH_STATUS = {
 }
 
 
+# Of a message: tokens, and what is told of their places, about 8 bytes each. A router takes 64 MiB at once.
+_MOST_ENTRIES = 1_000_000
+# (handle, sequence index)
+Key = tuple[int, int]
+# Index of the first token, tokens, the log-probability of each.
+Row = tuple[int, "array[int]", "array[float]"]
+
+
 class Outbox:
     """What a router has still to be told, merged while its socket is slow."""
 
     def __init__(self) -> None:
         self._messages: deque[pb.SessionResponse] = deque()
         self._load: pb.Load | None = None
-        # (handle, sequence index) -> index of the first token, tokens, the log-probability of each
-        self._rows: dict[tuple[int, int], tuple[int, array[int], array[float]]] = {}
-        # The same keys -> log-probabilities of the tokens, of requests that asked.
-        self._logprobs: dict[tuple[int, int], Logprobs] = {}
+        self._rows: dict[Key, Row] = {}
+        # Log-probabilities of the tokens, of requests that asked.
+        self._logprobs: dict[Key, Logprobs] = {}
         # handle -> log-probabilities of the prompt's tokens
         self._prompts: dict[int, Logprobs] = {}
         self._finished: list[pb.Finished] = []
@@ -102,8 +109,10 @@ class Outbox:
             self._filled.clear()
 
     def _take_outputs(self) -> pb.SessionResponse:
-        rows, self._rows = self._rows, {}
-        finished, self._finished = self._finished, []
+        rows, logprobs, prompts = self._take_rows()
+        # An end goes with the last tokens.
+        finished = [end for end in self._finished if (end.handle, end.sequence_index) not in self._rows]
+        self._finished = [end for end in self._finished if (end.handle, end.sequence_index) in self._rows]
         outputs = pb.StepOutputs(
             handles=pack(handle for handle, _ in rows),
             sequence_indexes=pack(index for _, index in rows),
@@ -113,19 +122,36 @@ class Outbox:
             finished=finished,
             token_logprobs=b"".join([token_logprobs.tobytes() for _, _, token_logprobs in rows.values()]),
         )
-        if self._logprobs:
-            logprobs, self._logprobs = self._logprobs, {}
+        if logprobs:
             asking = [(place, logprobs[key]) for place, key in enumerate(rows) if key in logprobs]
             outputs.logprob_rows = pack(place for place, _ in asking)
             outputs.logprob_num_tops = pack(part.num_top for _, part in asking)
             outputs.logprobs.CopyFrom(to_columns(part for _, part in asking))
-        if self._prompts:
-            prompts, self._prompts = self._prompts, {}
+        if prompts:
             outputs.prompt_handles = pack(prompts)
             outputs.prompt_counts = pack(map(len, prompts.values()))
             outputs.prompt_num_tops = pack(part.num_top for part in prompts.values())
             outputs.prompt_logprobs.CopyFrom(to_columns(prompts.values()))
         return pb.SessionResponse(step_outputs=outputs)
+
+    def _take_rows(self) -> tuple[dict[Key, Row], dict[Key, Logprobs], dict[int, Logprobs]]:
+        """The first rows that wait, as many as go into a message, and what goes with them."""
+        rows: dict[Key, Row] = {}
+        logprobs: dict[Key, Logprobs] = {}
+        prompts: dict[int, Logprobs] = {}
+        num_entries = 0
+        for key in list(self._rows):
+            if num_entries >= _MOST_ENTRIES:
+                break
+            rows[key] = row = self._rows.pop(key)
+            num_entries += len(row[1])
+            if key in self._logprobs:
+                logprobs[key] = part = self._logprobs.pop(key)
+                num_entries += len(part) * (1 + part.num_top)
+            if key[0] in self._prompts:
+                prompts[key[0]] = part = self._prompts.pop(key[0])
+                num_entries += len(part) * (1 + part.num_top)
+        return rows, logprobs, prompts
 
 
 @dataclass(slots=True, eq=False)
@@ -241,7 +267,9 @@ class Sessions:
     def forget(self, ticket: Ticket) -> None:
         """Drops a request with all traces."""
         self._release(ticket)
-        ticket.session.tickets.pop(ticket.handle, None)
+        # Another ticket may have the handle by now: a request that went elsewhere comes back under the same.
+        if ticket.session.tickets.get(ticket.handle) is ticket:
+            del ticket.session.tickets[ticket.handle]
 
     def _release(self, ticket: Ticket) -> None:
         if self._by_number.pop(ticket.group.number, None) is not None:

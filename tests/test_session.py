@@ -5,12 +5,15 @@ import contextlib
 import grpc
 import pytest
 from fakes import TEXT, FakeWorker, control_plane, outputs_of, request, scripted
+from scheduler_by_hand import make, submit
 
 from protos import session_pb2 as pb
 from protos.columns import pack, unpack
 from protos.rpc import SESSION_PROTOCOL_VERSION, dial
 from protos.sampling_pb2 import Sampling
 from protos.session_pb2_grpc import SessionServiceStub
+from scheduler import sessions
+from scheduler.sequence import Sequence
 
 
 class HandRouter:
@@ -313,6 +316,24 @@ async def test_submitting_twice_is_as_once_and_another_routers_id_is_refused():
         assert await router.tokens(4) == [scripted(0, i) for i in range(4)]
 
 
+async def test_the_id_of_a_request_whose_router_is_away_is_free_for_who_asks_again():
+    """Its client may have been told by the router's death, and use another router; what the lease holds goes on."""
+    worker = FakeWorker()
+    async with plane_and_two_routers(worker) as (_, router, other):
+        worker.gate.clear()
+        await router.submit(max_tokens=4)
+        await router.next("accepted")
+        router.call.cancel()
+        while True:
+            await other.submit(7, max_tokens=4)
+            if (await other.call.read()).HasField("accepted"):
+                break
+        worker.gate.set()
+        assert await other.tokens(4) == [scripted(0, index) for index in range(4)]
+        await router.open(resume=[pb.Resume(handle=1, num_tokens=pack([0]))])
+        assert await router.tokens(4) == [scripted(0, index) for index in range(4)]
+
+
 async def test_cancel_is_idempotent_and_an_unknown_handle_is_no_error():
     worker = FakeWorker()
     async with plane_and_router(worker) as (plane, router):
@@ -405,3 +426,38 @@ async def test_the_router_takes_its_stream_up_again_after_the_connection_broke()
         for stream, text in zip(streams, texts, strict=True):
             text += "".join([message.outputs[0].text async for message in stream])
             assert text == (TEXT * 4)[:150]
+
+
+def sequence_with(tokens, **options) -> Sequence:
+    sequence = Sequence(0, 1, **options)
+    for token in tokens:
+        sequence.append(token, -1.0)
+    return sequence
+
+
+async def test_what_waits_for_a_slow_router_comes_in_messages_of_a_bounded_size_and_ends_with_the_last_tokens(
+    monkeypatch,
+):
+    monkeypatch.setattr(sessions, "_MOST_ENTRIES", 5)
+    outbox = sessions.Outbox()
+    for handle in range(4):
+        outbox.put_tokens(handle, sequence_with([7, 8, 9]), 0)
+        outbox.put_finished(pb.Finished(handle=handle))
+    taken = [(await outbox.take()).step_outputs for _ in range(2)]
+    assert [unpack(outputs.handles).tolist() for outputs in taken] == [[0, 1], [2, 3]]
+    assert [[end.handle for end in outputs.finished] for outputs in taken] == [[0, 1], [2, 3]]
+    assert [unpack(outputs.token_ids).tolist() for outputs in taken] == [[7, 8, 9] * 2] * 2
+    outbox.close()
+    assert await outbox.take() is None
+
+
+def test_forgetting_a_request_leaves_another_one_alone_that_has_come_under_its_handle():
+    tickets = sessions.Sessions(lambda ticket: None, lambda ticket: None)
+    session = tickets.connect("router")
+    core = make()
+    tickets.add(session, 7, submit(core, 1))
+    tickets.end(session.tickets[7], now=10.0)
+    tickets.forget(session.tickets[7])
+    tickets.add(session, 7, submit(core, 1))
+    tickets.purge(before=11.0)
+    assert 7 in session.tickets
