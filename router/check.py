@@ -403,6 +403,8 @@ def _sampling(
     request: pb.GenerateRequest, model: ServedModel, num_prompt_tokens: int, stop_token_ids: Sequence[int]
 ) -> Sampling:
     params, output = request.sampling, request.output
+    # In one order, by which the same request is known again.
+    biases = sorted(params.logit_bias.items())
     # Neither the model's own temperature, nor its filters and penalty apply to a beam search.
     defaults = GenerationDefaults(eos_token_ids=(), temperature=0.0) if params.beam_width else model.defaults
 
@@ -425,8 +427,8 @@ def _sampling(
         repetition_penalty=first_set("repetition_penalty", 1.0),
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        bias_token_ids=pack(params.logit_bias),
-        biases=pack_floats(params.logit_bias.values()),
+        bias_token_ids=pack(token_id for token_id, _ in biases),
+        biases=pack_floats(bias for _, bias in biases),
         num_top_logprobs=output.logprobs if output.HasField("logprobs") else None,
         num_prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
     )

@@ -39,6 +39,8 @@ class Detokenizer:
         except Exception:  # the one type it has: the text before the token changed with it, so begin anew behind it
             self._restart(())
             text = self._stream.step(self._tokenizer, token_id)
+        if text is None and not self._tokenizer.decode(self._pending):
+            self._pending.clear()  # special tokens, which have no text
         if text is None and len(self._pending) >= _MAX_PENDING_TOKENS:
             text = self._tokenizer.decode(self._pending)
             self._restart(self._pending)

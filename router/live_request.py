@@ -22,7 +22,7 @@ from protos.trace_context import TraceContext
 from router.check import MAX_LOGPROBS_TOLD, CheckedRequest
 from router.detokenizer import Detokenizer, Match, StopStrings
 from router.logprobs import of_prompt, token_logprobs
-from router.received import received_of
+from router.received import Received, received_of
 from router.tokenizer import Tokenizer
 
 # Of all sequences: about 1 MB, where clients take messages of 4 MiB unless they are told otherwise.
@@ -135,6 +135,11 @@ class OutputStream:
         if end is not None:
             self._end(end)
 
+    def leave_out(self, received: Received) -> None:
+        """Drops the deltas that are as large as may be, as far as the client has them."""
+        while self._full and not received.cut(self._full[0]):
+            self._full.popleft()
+
     def take_delta(self) -> pb.Output | None:
         """What came since the last time, or as much of it as goes into one message; None when nothing did."""
         if self._full:
@@ -186,6 +191,7 @@ class LiveRequest:
         handle: its number on the session.
         on_stop: called with a sequence in whose text a stop string was found.
         trace: the span that the request is part of, for the scheduler.
+        whole: the client gets one answer, and nothing before.
 
     Attributes:
         num_taken: messages with outputs that were taken.
@@ -203,6 +209,8 @@ class LiveRequest:
         on_stop: Callable[[OutputStream], None],
         clock: Callable[[], float] = time.monotonic,
         trace: TraceContext | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         self.handle = handle
         self.request = request
@@ -219,6 +227,7 @@ class LiveRequest:
         self._num_tokens_when_lost = 0
         self._arrival = arrival
         self._on_stop = on_stop
+        self._whole = whole
         self._clock = clock
         self._refusal: Refusal | None = None
         self._prompt_logprobs: Logprobs | None = None
@@ -247,7 +256,7 @@ class LiveRequest:
     @property
     def has_told(self) -> bool:
         """Whether the client has a token, or is about to get one."""
-        return self.num_tokens > 0 and not self._holds_back
+        return self.num_tokens > 0 and not self._holds_back and not self._whole
 
     @property
     def over(self) -> bool:
@@ -293,6 +302,8 @@ class LiveRequest:
         if end is not None:
             self.stats = end.stats
             self.finished = all(stream.ended for stream in self.streams)
+        if sequence_index in self._received and self.request.num_sequences == self.request.n:
+            stream.leave_out(self._received[sequence_index])
         if stream.has_delta and not self._holds_back:
             self._filled.set()
             if stream.is_far_ahead and not self.finished:

@@ -210,6 +210,7 @@ class GenerationService:
                 call.arrival,
                 on_stop=lambda stream: self._schedulers.stop_sequence(handle, stream),
                 trace=call.trace,
+                whole=whole,
             )
             self._schedulers.submit(live, context.time_remaining(), holder)
         except BaseException:

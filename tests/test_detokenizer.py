@@ -51,6 +51,11 @@ def test_special_tokens_have_no_text(tokenizer):
     assert "".join(stream(tokenizer, [ord("a"), 257, ord("b")])) == "ab"
 
 
+@pytest.mark.parametrize("count", [1, 14, 15, 40])
+def test_a_character_behind_many_special_tokens_is_whole(tokenizer, count):
+    assert "".join(stream(tokenizer, [ord("a"), *[257] * count, *"🙂b".encode()])) == "a🙂b"
+
+
 def show(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str | None]:
     matcher = StopStrings(stops, include=include)
     shown = ""

@@ -28,7 +28,7 @@ def make(tmp_path, stopped):
     """A live request with what a test wants of it."""
     tokenizer = Tokenizer(write_tokenizer(tmp_path))
 
-    def make(n=1, best_of=None, stop_strings=(), echo="", clock=lambda: 0.0) -> LiveRequest:
+    def make(n=1, best_of=None, stop_strings=(), echo="", clock=lambda: 0.0, whole=False, resume=None) -> LiveRequest:
         request = CheckedRequest(
             request_id="r",
             prompt_token_ids=[1],
@@ -45,8 +45,9 @@ def make(tmp_path, stopped):
             include_stop_string=False,
             with_token_ids=True,
             echo=echo,
+            resume=resume,
         )
-        return LiveRequest(1, request, tokenizer, arrival=0.0, on_stop=stopped.append, clock=clock)
+        return LiveRequest(1, request, tokenizer, arrival=0.0, on_stop=stopped.append, clock=clock, whole=whole)
 
     return make
 
@@ -225,6 +226,13 @@ async def test_best_of_that_fails_half_way_gives_the_error_alone(make):
         await live.take()
 
 
+def test_a_client_of_one_answer_is_told_nothing_before_its_end(make):
+    for whole in (False, True):
+        live = make(whole=whole)
+        live.push(0, 0, list(b"ab"), None)
+        assert live.has_told is not whole
+
+
 # Beam searches: the scheduler tells everything at the end
 
 
@@ -328,6 +336,15 @@ async def test_a_reader_that_leaves_as_many_as_twenty_messages_unread_gets_them_
     with pytest.raises(Refusal, match="more than 1000000 log-probabilities are unread") as info:
         await live.take()
     assert info.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_what_a_client_has_that_resumes_does_not_count_as_unread(make, monkeypatch):
+    monkeypatch.setattr("router.live_request._LOGPROBS_OF_A_MESSAGE", 210)  # ten tokens
+    has = pb.Received(index=0, text_bytes=995, num_tokens=995)
+    live = make(resume=pb.Resume(seed=1, received=[has]))
+    live.push(0, 0, [65] * 1000, None, tops(1000))
+    message, _ = await live.take()
+    assert [len(message.outputs[0].token_ids), message.outputs[0].text] == [5, "AAAAA"]
 
 
 async def test_a_prompts_log_probabilities_are_told_once_though_they_come_twice(make):

@@ -164,6 +164,21 @@ def test_priority_and_salt_are_handed_on():
     assert (request.priority, request.cache_salt) == (-10, "tenant 7")
 
 
+def test_the_same_logit_biases_are_the_same_request_in_any_order():
+    there, back = pb.SamplingParams(), pb.SamplingParams()
+    there.ParseFromString(b"".join(bias_bytes(token_id) for token_id in (7, 5)))
+    back.ParseFromString(b"".join(bias_bytes(token_id) for token_id in (5, 7)))
+    assert dict(there.logit_bias) == {5: 1.0, 7: 1.0} == dict(back.logit_bias)
+    one, other = (checked(pb.GenerateRequest(text="x", sampling=params)).sampling for params in (there, back))
+    one.seed = other.seed = 1
+    assert one == other
+
+
+def bias_bytes(token_id: int) -> bytes:
+    """A bias of 1 for a token, as it stands in a message."""
+    return pb.SamplingParams(logit_bias={token_id: 1.0}).SerializeToString()
+
+
 def test_logit_biases_are_bounded():
     many = ServedModel("fake", context_length=200, vocabulary_size=5000, max_num_seqs=8, defaults=DEFAULTS)
     checked(wanted(logit_bias=dict.fromkeys(range(1024), 1.0)), many)
