@@ -36,6 +36,8 @@ _SETTLE_S = 0.1
 # How long an error may be on its way to a client before the client counts as one that does not read; and how long a
 # server that stops waits for an answer, which may be large.
 _ABORT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 1.0, 5.0
+# How long calls may go on over a channel that another one replaces; ours have shorter deadlines, or are ended before.
+_LAST_ANSWERS_S = 10.0
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -114,6 +116,7 @@ class Line:
         self._server_name = server_name
         self._files = WatchedFiles(tls.files if tls is not None else ())
         self._files.changed()
+        self._closing: asyncio.Task[None] | None = None  # of the last one that was replaced
         self.channel = dial(address, tls, server_name)
 
     async def renew(self) -> bool:
@@ -125,7 +128,8 @@ class Line:
         except TlsError as error:
             log.warning("new certificate files are no use, the old ones stay", extra={"error": str(error)})
             return False
-        await self.channel.close()
+        # What is asked on the old one now is still answered, or given up by its own deadline.
+        self._closing = asyncio.create_task(self.channel.close(_LAST_ANSWERS_S))
         self.channel = channel
         return True
 

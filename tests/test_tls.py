@@ -169,6 +169,19 @@ async def test_a_line_says_why_there_is_no_connection(authority, serve, tmp_path
     await line.channel.close()
 
 
+async def test_what_is_asked_over_a_line_goes_on_where_it_is_dialled_anew(authority, serve, tmp_path):
+    port, tls = await serve(authority.server()), authority.client()
+    line = Line(f"localhost:{port}", tls)
+    watch = health_pb2_grpc.HealthStub(line.channel).Watch(health_pb2.HealthCheckRequest(service="liveness"))
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    replace(tls.ca, authority.ca.read_bytes() + Authority(tmp_path).ca.read_bytes())
+    assert await line.renew()
+    assert await health_of(line.channel) == health_pb2.HealthCheckResponse.SERVING
+    assert not watch.done()
+    watch.cancel()
+    await line.channel.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
