@@ -70,6 +70,8 @@ class Outbox:
         key = (handle, sequence.index)
         token_ids, token_logprobs = sequence.output_token_ids[first_index:], sequence.output_logprobs[first_index:]
         row = self._rows.get(key)
+        if row is not None and row[0] + len(row[1]) != first_index:
+            row = None  # of a request that went elsewhere, and came back under the same handle
         if row is None:
             self._rows[key] = (first_index, token_ids, token_logprobs)
         else:

@@ -451,6 +451,14 @@ async def test_what_waits_for_a_slow_router_comes_in_messages_of_a_bounded_size_
     assert await outbox.take() is None
 
 
+async def test_tokens_that_do_not_follow_what_waits_replace_it():
+    outbox = sessions.Outbox()
+    outbox.put_tokens(1, sequence_with([7, 8]), 0)
+    outbox.put_tokens(1, sequence_with([1, 2, 3, 4]), 3)
+    outputs = (await outbox.take()).step_outputs
+    assert (unpack(outputs.first_indexes).tolist(), unpack(outputs.token_ids).tolist()) == ([3], [4])
+
+
 def test_forgetting_a_request_leaves_another_one_alone_that_has_come_under_its_handle():
     tickets = sessions.Sessions(lambda ticket: None, lambda ticket: None)
     session = tickets.connect("router")
