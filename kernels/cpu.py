@@ -35,7 +35,7 @@ from kernels.cpu_forms import (
 )
 from kernels.cpu_linear import CpuLinear, Panels, as_integers, coded, in_order, packed_as_int8, packed_plainly
 from kernels.cpu_meeting import CpuMeeting
-from kernels.forms import check_attention, check_dtypes, check_sampling, form
+from kernels.forms import check_attention, check_dtypes, check_reach, check_sampling, form
 
 _THREADS = (c_void_p, c_int)
 _SCORES = (c_float, c_int, c_float)
@@ -115,8 +115,7 @@ class CpuKernels:
         bounds: BatchBounds | None = None,
     ) -> Tensor:
         """See `reference.paged_attention`; slots behind the context may hold anything, and indices are int32."""
-        if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
-            raise ValueError(f"window {window} and softcap {softcap} are to be positive, or None")
+        check_reach(window, softcap)
         check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
         num_tokens, num_heads, head_dim = q.shape
         num_blocks, block_size, num_kv_heads = check_caches(k_cache, v_cache, head_dim)
@@ -322,6 +321,8 @@ class CpuKernels:
         return self._pack(weight, bias, panels, widened=widened, gated=gated)
 
     def _pack(self, weight: Tensor, bias: Tensor | None, panels: Panels, *, widened: bool, gated: bool) -> CpuLinear:
+        if widened and gated:
+            raise ValueError("what a gate gives is not widened")
         run, score = (partial(each, DTYPES[weight.dtype]) for each in (self._linear, self._score_outputs))
         return CpuLinear(
             run, score, weight, bias, panels, widened=widened, gated=gated, threads=(self._region, self._num_threads)

@@ -19,7 +19,7 @@ from kernels.cpu_forms import (
     misfit_slot,
 )
 from kernels.cpu_linear import CpuLinear, Weights
-from kernels.forms import check_attention, check_dtypes, form
+from kernels.forms import check_attention, check_dtypes, check_reach, form
 
 ARGUMENTS = (c_void_p, c_void_p, c_void_p, c_void_p, c_int)
 
@@ -155,7 +155,8 @@ class CpuDecoder:
             scale=shape.head_dim**-0.5,
         )
         heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        self._scratch_values = 2 * self._hidden_size + heads + _packed(layers[0])["down"].shape[1]
+        mlp_size = max(_packed(layer)["down"].shape[1] for layer in layers)
+        self._scratch_values = 2 * self._hidden_size + heads + mlp_size
         self._scratch = torch.empty(0, dtype=norm.dtype)
         # Of the last call, which were looked at, and where they are: every step has the same.
         self._layer_caches: Sequence[tuple[Tensor, Tensor]] = ()
@@ -279,6 +280,7 @@ def _packed(layer: DecoderLayer) -> dict[str, CpuLinear]:
 def _check_layer(shape: DecoderShape, layer: DecoderLayer, norm: Tensor) -> None:
     linears, size, q_size = _packed(layer), len(norm), shape.num_heads * shape.head_dim
     mlp_size = linears["down"].shape[1]
+    check_reach(layer.window, None)
     expected = {
         "qkv": (q_size + 2 * shape.num_kv_heads * shape.head_dim, size),
         "output": (size, q_size),

@@ -31,13 +31,19 @@ def check_attention(
     num_rows = context_lengths.shape[0]
     if k_cache.shape != v_cache.shape or k_cache.ndim != 4 or q.ndim != 3 or q.shape[2] != k_cache.shape[3]:
         raise ValueError(f"q {form(q)}, k_cache {form(k_cache)} and v_cache {form(v_cache)} do not fit together")
-    if q.shape[1] % k_cache.shape[2] != 0:
+    if q.shape[1] == 0 or q.shape[1] % k_cache.shape[2] != 0:
         raise ValueError(f"{q.shape[1]} query heads do not share {k_cache.shape[2]} K/V heads equally")
     if block_tables.ndim != 2 or block_tables.shape[0] != num_rows or query_starts.shape != (num_rows + 1,):
         raise ValueError(
             f"block_tables {form(block_tables)}, query_starts {form(query_starts)} and "
             f"context_lengths {form(context_lengths)} do not have the same rows"
         )
+
+
+def check_reach(window: int | None, softcap: float | None) -> None:
+    """Raises ValueError unless a window and a softcap are positive, or None, and the window an int32."""
+    if (window is not None and not 1 <= window < 2**31) or (softcap is not None and softcap <= 0):
+        raise ValueError(f"window {window} and softcap {softcap} are to be positive, or None, and the window an int32")
 
 
 def check_swap(source: Tensor, destination: Tensor, block_pairs: Tensor) -> None:

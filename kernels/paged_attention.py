@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.attention_shape import AttentionShape
 from kernels.batch_bounds import BatchBounds
 from kernels.decode_attention import attend_short_rows, plan_splits
-from kernels.forms import check_attention, check_dense, check_indices
+from kernels.forms import check_attention, check_dense, check_indices, check_reach
 from kernels.prefill_attention import attend_long_rows
 
 _MOST_HEAD_DIM = 256
@@ -141,5 +141,4 @@ def _check(
         raise ValueError(
             f"{num_rows} rows for {q.shape[0]} tokens; every row has a query, and there are {_MOST_ROWS} at most"
         )
-    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
-        raise ValueError(f"window {window} and softcap {softcap} are to be positive, or None")
+    check_reach(window, softcap)

@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from kernels.batch_bounds import BatchBounds
 from kernels.draws import sample_tokens as sample_tokens
-from kernels.forms import check_attention, check_dtypes, check_slots, check_swap, form
+from kernels.forms import check_attention, check_dtypes, check_reach, check_slots, check_swap, form
 
 
 def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -102,8 +102,7 @@ def paged_attention(
         [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
     """
     check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
-    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
-        raise ValueError(f"window {window} and softcap {softcap} are to be positive, or None")
+    check_reach(window, softcap)
     starts, lengths = query_starts.tolist(), context_lengths.tolist()
     if starts[-1] != q.shape[0]:
         raise ValueError(f"query_starts ends at {starts[-1]}, but q holds {q.shape[0]} tokens")

@@ -140,7 +140,7 @@ def test_windows_and_capped_scores_are_its_twins(kernels, scores, dtype):
         check(kernels, rows, dtype, scores=scores, num_heads=9, num_kv_heads=3)
 
 
-@pytest.mark.parametrize("wrong", [{"window": 0}, {"softcap": -1.0}])
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"window": 2**31}, {"softcap": -1.0}])
 def test_a_window_or_cap_of_nothing_is_refused(wrong):
     kernels = cpu.CpuKernels()
     with pytest.raises(ValueError, match="positive"):
@@ -332,6 +332,7 @@ def test_extreme_values_pass_through_the_gate(kernels):
     [
         (lambda c: setattr(c, "q", c.q.double()), "differ in dtype"),
         (lambda c: setattr(c, "q", c.q[:, :3]), "share 2 K/V heads"),
+        (lambda c: setattr(c, "q", c.q[:, :0]), "share 2 K/V heads"),
         (lambda c: setattr(c, "q", c.q[:-1]), "query_starts ends"),
         (lambda c: setattr(c, "q", c.q.repeat_interleave(2, 2)[..., ::2]), "side by side"),
         (lambda c: setattr(c, "tables", c.tables[:1]), "same rows"),

@@ -1,12 +1,14 @@
 """All layers in one call of C++ against the same operations called one by one, whose bits it is to give."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 torch = pytest.importorskip("torch")
 from kernels import build, choice  # noqa: E402
 from kernels.cpu import CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
+from kernels.cpu_decoder import DecoderLayer, DecoderShape  # noqa: E402
 from worker.layers.attention import AttentionMetadata  # noqa: E402
 from worker.layers.rotary import DefaultRope  # noqa: E402
 from worker.models.llama import LlamaConfig, LlamaForCausalLM  # noqa: E402
@@ -167,6 +169,40 @@ def test_a_step_without_tokens_gives_no_hidden_states():
         metadata.context_lengths[:0],
     )
     assert build_model()(token_ids[:0], positions[:0], make_caches(), empty).shape == (0, CONFIG.hidden_size)
+
+
+def test_layers_may_differ_in_the_size_of_their_mlp():
+    """A second layer whose MLP is filled up with zeros to a hundred times the first one's."""
+    kernels, num_heads, size, num_tokens = CpuKernels(), 4, 64, 200
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(3))
+    qkv, output, gates, values, down = (
+        random(*shape) / 8 for shape in ((3 * size, size), (size, size), (32, size), (32, size), (size, 32))
+    )
+
+    def layer(mlp_size):
+        more = mlp_size - len(gates)
+        gate_up = torch.cat([filled for part in (gates, values) for filled in (part, torch.zeros(more, size))])
+        last = kernels.linear(torch.cat([down, torch.zeros(size, more)], dim=1), None)
+        first = (kernels.linear(qkv, None), None, kernels.linear(output, None))
+        return DecoderLayer(
+            torch.ones(size), *first, torch.ones(size), kernels.linear(gate_up, None, gated=True), last, None
+        )
+
+    def hidden(*sizes):
+        shape, layers = DecoderShape(num_heads, num_heads, size // num_heads, 1e-5), list(map(layer, sizes))
+        caches = [tuple(torch.zeros(13, 16, num_heads, size // num_heads) for _ in range(2)) for _ in layers]
+        turns = (torch.ones(num_tokens, size // num_heads // 2), torch.zeros(num_tokens, size // num_heads // 2))
+        tables, ends = torch.arange(13, dtype=torch.int32)[None], torch.tensor([0, num_tokens], dtype=torch.int32)
+        decoder = kernels.decoder(shape, layers, torch.ones(size))
+        return decoder(x.clone(), *turns, caches, torch.arange(num_tokens), tables, ends, ends[1:])
+
+    x = random(num_tokens, size)
+    torch.testing.assert_close(hidden(32, 3200), hidden(32, 32))
+
+
+def test_a_window_that_sees_nothing_is_refused():
+    with pytest.raises(ValueError, match="window 0 and softcap None are to be positive"):
+        build_model(replace(CONFIG, windows=(None, 0, None)))
 
 
 def test_what_does_not_fit_is_told_before_anything_is_written():

@@ -317,6 +317,12 @@ def test_arguments_that_do_not_fit_are_refused_with_their_shapes():
 
 
 @pytest.mark.skipif(not LEVELS, reason="the C++ kernels were not built")
+def test_a_gates_outputs_are_not_widened():
+    with pytest.raises(ValueError, match="what a gate gives is not widened"):
+        CpuKernels().linear(random(64, 6, dtype=torch.float32), None, widened=True, gated=True)
+
+
+@pytest.mark.skipif(not LEVELS, reason="the C++ kernels were not built")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torch_multiplies_only_what_can_not_be_packed(dtype):
     operations = choice.cpp(CpuKernels())

@@ -6,6 +6,7 @@ from models_fakes import PROMPTS, VOCABULARY_SIZE, assert_alike, ours, save, the
 from safetensors.torch import load_file, save_file
 from worker_fakes import tiny_runner
 
+from worker.checkpoint import UnsupportedModel
 from worker.layers.rotary import DefaultRope
 from worker.models.gpt2 import GPT2Config, GPT2ForCausalLM
 from worker.models.llama import LlamaConfig, LlamaForCausalLM
@@ -126,6 +127,13 @@ def test_numbers_left_out_of_a_config_have_hugging_faces_defaults(name):
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.windows == (getattr(theirs, "sliding_window", None),) * 3
     assert ours.rope == DefaultRope(theirs.rope_parameters["rope_theta"])
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_of_nothing_is_no_model_that_we_serve(window):
+    config = LLAMA_LIKE | {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    with pytest.raises(UnsupportedModel, match=f"sliding_window is {window}: it has to be positive"):
+        LlamaConfig.from_json(config)
 
 
 @pytest.mark.parametrize("name, ours", [("GPT2Config", GPT2Config), ("OPTConfig", OPTConfig)])

@@ -112,10 +112,12 @@ def _read_windows(config: dict[str, Any], architecture: str, context_length: int
     num_layers, window = config["num_hidden_layers"], config.get("sliding_window")
     if window is None or window >= context_length or architecture == "LlamaForCausalLM":
         return (None,) * num_layers
+    if architecture != "MistralForCausalLM" and not config.get("use_sliding_window", False):
+        return (None,) * num_layers
+    if window < 1:
+        raise UnsupportedModel(f"sliding_window is {window}: it has to be positive, or null for none")
     if architecture == "MistralForCausalLM":
         return (window,) * num_layers
-    if not config.get("use_sliding_window", False):
-        return (None,) * num_layers
     first_windowed = config.get("max_window_layers", 28)
     kinds = config.get("layer_types") or [
         "full_attention" if index < first_windowed else "sliding_attention" for index in range(num_layers)
