@@ -10,7 +10,7 @@ from scheduler.fair_queue import FairQueue
 from scheduler.plan import Plan
 from scheduler.policy import MAX_PRIORITY, MIN_PRIORITY, Policy
 from scheduler.preemption import Rates
-from scheduler.sequence import SequenceGroup
+from scheduler.sequence import Sequence, SequenceGroup
 
 
 class Reason(enum.Enum):
@@ -178,9 +178,10 @@ def why_never(group: SequenceGroup, blocks: BlockManager) -> str:
     )
 
 
-def why_no_more(group: SequenceGroup, blocks: BlockManager) -> str:
+def why_no_more(group: SequenceGroup, sequence: Sequence, blocks: BlockManager) -> str:
     """Why a sequence ends that had more tokens, in another pool, than it may have in this one; for the client."""
     return (
-        f"the {blocks.num_blocks} KV blocks of {blocks.block_size} tokens that there are have room for "
-        f"{group.num_seqs} x (a prompt of {group.num_prompt_tokens} tokens and {group.max_tokens} tokens of output)"
+        f"{len(sequence.output_token_ids)} tokens of output are all that the {blocks.num_blocks} KV blocks of "
+        f"{blocks.block_size} tokens that there are have room for: {group.num_seqs} x (a prompt of "
+        f"{group.num_prompt_tokens} tokens and {group.max_tokens} tokens of output)"
     )

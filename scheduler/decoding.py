@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence as Seq
 
 from protos.logprobs import LogprobReader
+from scheduler.admission import why_no_more
 from scheduler.beam import Beam, Hypothesis
 from scheduler.plan import Finished, NewTokens, Plan, Row, StepOutputs, StepResult
 from scheduler.queues import Queues
@@ -61,28 +62,28 @@ class Decoder:
         return outputs
 
     def end_unfinished(self, plan: Plan, group: SequenceGroup, message: str) -> None:
-        """Ends a waiting group that can not run: IGNORED, or by its length if it had blocks in an earlier pool."""
+        """Ends a waiting group that can not run: IGNORED, or a search by its length if it ran in another pool."""
         if group.beam is not None and group.root.output_token_ids:
             group.beam.conclude([_beam(sequence, []) for sequence in group.live])
             self._end_search(group, plan.new_tokens, plan.ignored, message)
             return
         for sequence in list(group.live):
-            capped = bool(sequence.output_token_ids)
-            status = Status.FINISHED_LENGTH_CAPPED if capped else Status.FINISHED_IGNORED
-            self._queues.finish(group, sequence, status)
+            self._queues.finish(group, sequence, Status.FINISHED_IGNORED)
             plan.ignored.append(Finished(group, sequence, message))
         if group.beam is not None:  # the client waits for n ends
             group.sequences = [_ended(group, index, None, Status.FINISHED_IGNORED) for index in range(group.n)]
             plan.ignored[-1:] = [Finished(group, sequence, message) for sequence in group.sequences]
 
-    def end_outgrown(self, plan: Plan, group: SequenceGroup, message: str) -> bool:
+    def end_outgrown(self, plan: Plan, group: SequenceGroup) -> bool:
         """Ends those of a waiting group's sequences that have all the tokens which the pool has room for; whether all.
 
         They had more in another pool. With theirs the others would not fit, though each of them fits into its share.
         """
-        for sequence in [each for each in group.live if len(each.output_token_ids) >= group.max_tokens]:
+        outgrown = [sequence for sequence in group.live if len(sequence.output_token_ids) >= group.max_tokens]
+        ends = [Finished(group, sequence, why_no_more(group, sequence, self._queues.blocks)) for sequence in outgrown]
+        for sequence in outgrown:
             self._queues.finish(group, sequence, Status.FINISHED_LENGTH_CAPPED)
-            plan.ignored.append(Finished(group, sequence, message))
+        plan.ignored += ends
         return not group.live
 
     def _accept(self, row: Row, outputs: StepOutputs) -> bool:

@@ -26,7 +26,6 @@ from scheduler.admission import (
     num_blocks_to_swap_in,
     should_follow,
     why_never,
-    why_no_more,
 )
 from scheduler.beam import BeamParams, BeamSearch
 from scheduler.block_manager import BlockManager
@@ -165,7 +164,7 @@ class Scheduler:
         )
         if progress:
             group.take_up(progress)
-            group.cap(min(max_tokens, max_tokens_that_fit(num_tokens, group.num_seqs, self.blocks)))
+            self._cap(group)
         self.queues.submit(group)
         if deadline is not None:
             self._deadlines.watch(group, self.rates, self.num_live)
@@ -249,8 +248,12 @@ class Scheduler:
         self._blocked = None
         self.queues.blocks = blocks
         for group in self.queues.groups.values():
-            most = max_tokens_that_fit(group.num_prompt_tokens, group.num_seqs, blocks)
-            group.cap(min(group.wanted_max_tokens, most))
+            self._cap(group)
+
+    def _cap(self, group: SequenceGroup) -> None:
+        """Bounds the output of its sequences that have not ended by what the pool holds of them."""
+        most = max_tokens_that_fit(group.num_prompt_tokens, group.num_seqs, self.blocks)
+        group.cap(min(group.wanted_max_tokens, most))
 
     def set_num_concurrent_steps(self, num_steps: int) -> None:
         """Takes how many steps a new worker works at, at the same time, while none is in flight."""
@@ -436,7 +439,7 @@ class Scheduler:
             num_tokens_left = self._budget - plan.num_tokens
             if (reason := self._why_not_yet(group, plan, num_tokens_left, now)) is not None:
                 return self._hold_up(group, reason)
-            if group.beam is None and self._decoder.end_outgrown(plan, group, why_no_more(group, self.blocks)):
+            if group.beam is None and self._decoder.end_outgrown(plan, group):
                 continue
             tokens = group.token_ids(group.root, 0, group.targets()[0][1])
             looks_up = self.policy.prefix_caching and not group.owes_prompt_logprobs

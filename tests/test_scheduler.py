@@ -167,7 +167,7 @@ def test_sequences_that_went_on_unevenly_in_a_larger_pool_end_at_this_ones_cap_o
     group = submit(core, 1, max_tokens=20, n=2, progress=begun)
     plan, _ = step(core)
     assert [ended.sequence.index for ended in plan.ignored] == [1]
-    assert "have room for 2 x (a prompt of 1 tokens and 6 tokens of output)" in plan.ignored[0].message
+    assert "have room for: 2 x (a prompt of 1 tokens and 6 tokens of output)" in plan.ignored[0].message
     while group.live:
         step(core)
     assert [len(sequence.output_token_ids) for sequence in group.sequences] == [6, 9]
