@@ -311,7 +311,7 @@ class _Live:
         self._none.clear()
 
     def discard(self, task: "asyncio.Task[Any]") -> None:
-        """One has ended, or counts as if it had."""
+        """One has ended."""
         self._tasks.discard(task)
         if not self._tasks:
             self._none.set()
