@@ -381,12 +381,13 @@ ALWAYS_INLINE void multiply_part(
     float (*results)[kPanel]
 ) {
     constexpr int kVectors = DecodedPart::kVectors;
+    const Words(*pair)[2][kVectors] = part.pairs;
     const Words(*cross)[kVectors] = part.cross;
     for (int unit = 0; unit < num_units; is_first = false, ++cross) {
         Words sums[kRows][kVectors] = {};
-        walk<kStepUnits>(pace, unit, least(unit + kGroupUnits, num_units), [&](int begin) __attribute__((always_inline)) {
-            for (int i = begin; i < begin + kStepUnits; i += 2, x += 2 * InIntegers::kPerUnit)
-                add_crossed(part.pairs[i / 2], x, x_stride, sums);
+        walk<kStepUnits>(pace, unit, least(unit + kGroupUnits, num_units), [&](int) __attribute__((always_inline)) {
+            for (int i = 0; i < kStepUnits / 2; ++i, ++pair, x += 2 * InIntegers::kPerUnit)
+                add_crossed(*pair, x, x_stride, sums);
         });
         take_cross(*cross, x, x_stride, sums);
         add_group(sums, x, x_stride, tile, is_first, results);
