@@ -78,41 +78,45 @@ struct Grouped {
         return found;
     }
 
-    // A group's integers, and what they have in common, from its bfloat16. What is less than 2^-100 counts as zero; where
-    // one value is not finite, none of the group's is.
-    static ALWAYS_INLINE void store(Value* to, const uint16_t* from, int count) {
-        constexpr int kValues = 2 * kWidth;
-        Words most = {};
-        for (int i = 0; i < count; i += kValues)
-            most = larger_halves(most, load_words((const Words*)(from + i)) & 0x7FFF7FFFu);
-        const __m256i halves = folded(most, [](__m256i a, __m256i b) { return _mm256_max_epu16(a, b); });
-        const __m128i half = _mm_max_epu16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-        const __m128i least = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)));
-        const uint16_t largest = (uint16_t)~_mm_extract_epi16(least, 0);
-        constexpr uint16_t kInfinite = 0x7F80, kTiny = (127 - 100) << 7;
-        const float value = Bfloat16::widen(largest);
-        const float inverse = largest < kTiny ? 0.0f : kMostLeft / value;
-        const float scale = largest >= kInfinite ? __builtin_nanf("") : largest < kTiny ? 0.0f : value / kMostLeft;
-        Words twice = {};  // each two units' cross products, in both units' lanes
-        for (int i = 0; i < count; i += kValues) {
-            const Words pairs = rounded(load_words((const Words*)(from + i)), inverse);
-            memcpy(to + i, &pairs, sizeof pairs);
-            twice = add_products(twice, pairs, swapped(pairs));
-        }
-        const __m256i sums = folded(twice, [](__m256i a, __m256i b) { return _mm256_add_epi32(a, b); });
-        uint32_t lanes[8];
-        memcpy(lanes, &sums, sizeof lanes);
-        const Common common = {scale, lanes[0] + lanes[2] + lanes[4] + lanes[6]};
-        memcpy(to + count, &common, sizeof common);
-    }
+    // What a group of bfloat16 is multiplied by, and the scale of what comes of it. What is less than 2^-100 counts as zero;
+    // where one value is not finite, none of the group's is.
+    struct Scaling {
+        float inverse, scale;
 
-  private:
+        static ALWAYS_INLINE Scaling of(const uint16_t* from, int count) {
+            Words most = {};
+            for (int i = 0; i < count; i += 2 * kWidth)
+                most = larger_halves(most, load_words((const Words*)(from + i)) & 0x7FFF7FFFu);
+            const __m256i halves = folded(most, [](__m256i a, __m256i b) { return _mm256_max_epu16(a, b); });
+            const __m128i half = _mm_max_epu16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+            const __m128i least = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)));
+            const uint16_t largest = (uint16_t)~_mm_extract_epi16(least, 0);
+            constexpr uint16_t kInfinite = 0x7F80, kTiny = (127 - 100) << 7;
+            const float value = Bfloat16::widen(largest);
+            return {
+                largest < kTiny ? 0.0f : kMostLeft / value,
+                largest >= kInfinite ? __builtin_nanf("") : largest < kTiny ? 0.0f : value / kMostLeft
+            };
+        }
+    };
+
     // Two values in each lane, times `inverse`.
     static ALWAYS_INLINE Words rounded(Words values, float inverse) {
         const Words first = (Words)nearest_integers((Floats)(values << 16) * inverse);
         const Words second = (Words)nearest_integers((Floats)(values & 0xFFFF0000u) * inverse);
         return (first & 0xFFFFu) | second << 16;
     }
+
+    // Adds each two units' cross products, in both units' lanes; and their sum then.
+    static ALWAYS_INLINE void add_cross(Words pairs, Words& twice) { twice = add_products(twice, pairs, swapped(pairs)); }
+    static ALWAYS_INLINE uint32_t sum_cross(Words twice) {
+        const __m256i sums = folded(twice, [](__m256i a, __m256i b) { return _mm256_add_epi32(a, b); });
+        uint32_t lanes[8];
+        memcpy(lanes, &sums, sizeof lanes);
+        return lanes[0] + lanes[2] + lanes[4] + lanes[6];
+    }
+
+  private:
     static ALWAYS_INLINE Words larger_halves(Words a, Words b) {
 #if defined(__AVX512F__)
         return (Words)_mm512_max_epu16((__m512i)a, (__m512i)b);
@@ -145,14 +149,65 @@ ALWAYS_INLINE int64_t num_values<Grouped>(int num_inputs) {
     return num_inputs + (int64_t)(num_inputs + kGroup - 1) / kGroup * Grouped::kCommonValues;
 }
 
-template <>
-ALWAYS_INLINE void convert_row<Bfloat16, Grouped>(const uint16_t* from, int16_t* to, int num_inputs) {
-    for (int input = 0; input < num_inputs; input += kGroup) {
-        const int count = least(kGroup, num_inputs - input);
-        Grouped::store(to, from + input, count);
-        to += count + Grouped::kCommonValues;
+// Rows that stand in memory side by side, cell by cell: a cell is a row's values of two units, or what a group has in
+// common. Of as many rows as a vector has cells lines are whole, and a tile takes them in one after the other.
+template <int kRows>
+struct RowBlock {
+    static constexpr int kCellValues = 4, kStep = kRows * kCellValues;  // the latter from a row's cell to its next one
+    static_assert(Grouped::kCommonValues == kCellValues, "what a group has in common is a cell");
+
+    // From up to `kRows` rows; where they are fewer, the last one stands for those that lack.
+    static ALWAYS_INLINE void store(int16_t* to, const uint16_t* from, int64_t stride, int num_rows, int num_inputs) {
+        const uint16_t* rows[kRows];
+        for (int row = 0; row < kRows; ++row) rows[row] = from + least(row, num_rows - 1) * stride;
+        for (int input = 0; input < num_inputs; input += kGroup) {
+            const int count = least(kGroup, num_inputs - input);
+            Grouped::Scaling scalings[kRows];
+            for (int row = 0; row < kRows; ++row) scalings[row] = Grouped::Scaling::of(rows[row] + input, count);
+            Words twice[kRows] = {};
+            for (int i = 0; i < count; i += 2 * kWidth, to += kRows * 2 * kWidth) {
+                Words cells[kRows];
+#pragma GCC unroll 8
+                for (int row = 0; row < kRows; ++row) {
+                    const Words values = load_words((const Words*)(rows[row] + input + i));
+                    cells[row] = Grouped::rounded(values, scalings[row].inverse);
+                    Grouped::add_cross(cells[row], twice[row]);
+                }
+                if constexpr (kRows > 1) turn<kRows / 2>(cells);
+                memcpy(to, cells, sizeof cells);
+            }
+            for (int row = 0; row < kRows; ++row, to += kCellValues) {
+                const Grouped::Common common = {scalings[row].scale, Grouped::sum_cross(twice[row])};
+                memcpy(to, &common, sizeof common);
+            }
+        }
     }
-}
+
+  private:
+    typedef uint64_t Cells __attribute__((vector_size(4 * kWidth)));
+
+    // Rows and columns of a square change places: two of its quarters, and so within each quarter.
+    template <int kHalf>
+    static ALWAYS_INLINE void turn(Words (&cells)[kRows]) {
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row)
+            if (!(row & kHalf)) {
+                const Cells first = (Cells)cells[row], second = (Cells)cells[row + kHalf];
+                cells[row] = (Words)of_both<kHalf, 0>(first, second);
+                cells[row + kHalf] = (Words)of_both<kHalf, kHalf>(first, second);
+            }
+        if constexpr (kHalf > 1) turn<kHalf / 2>(cells);
+    }
+    template <int kHalf, int kFrom>
+    static ALWAYS_INLINE Cells of_both(Cells first, Cells second) {
+        constexpr auto from = [](int cell) { return (cell & kHalf) * kRows / kHalf + (cell & ~kHalf) + kFrom; };
+#if defined(__AVX512F__)
+        return __builtin_shufflevector(first, second, from(0), from(1), from(2), from(3), from(4), from(5), from(6), from(7));
+#else
+        return __builtin_shufflevector(first, second, from(0), from(1), from(2), from(3));
+#endif
+    }
+};
 
 struct InIntegers {
     using Left = Grouped;
@@ -165,11 +220,27 @@ constexpr int kGroupUnits = kGroup / InIntegers::kPerUnit;
 // made one. For more rows units are decoded into memory: the most that are there at once, those between which memory is
 // asked for then, and the most rows of a tile.
 #if defined(__AVX512F__)
-constexpr int kDecodingRows = 12, kMostPlainRows = 4, kMostPartUnits = kGroupUnits, kStepUnits = 4, kPartRows = 6;
+constexpr int kDecodingRows = 12, kMostPlainRows = 4, kMostPartUnits = kGroupUnits, kStepUnits = 4;
 #else
-constexpr int kDecodingRows = 6, kMostPlainRows = 6, kMostPartUnits = 288, kStepUnits = 16, kPartRows = 4;
+constexpr int kDecodingRows = 6, kMostPlainRows = 6, kMostPartUnits = 288, kStepUnits = 16;
 #endif
+constexpr int kPartRows = kWidth / 2;
 static_assert(kGroup % kLeastGroup == 0 && kLeastGroup % (kStepUnits * InIntegers::kPerUnit) == 0, "steps fill groups");
+
+template <>
+ALWAYS_INLINE void convert_rows<Bfloat16, Grouped>(
+    const uint16_t* from, int64_t stride, int16_t* to, int num_rows, int num_inputs
+) {
+    const auto convert_blocks = [&](auto together) __attribute__((always_inline)) {
+        constexpr int kRows = decltype(together)::value;
+        for (int row = 0; row < num_rows; row += kRows, from += kRows * stride, to += kRows * num_values<Grouped>(num_inputs))
+            RowBlock<kRows>::store(to, from, stride, num_rows - row, num_inputs);
+    };
+    if (num_rows > kDecodingRows)
+        convert_blocks(Number<kPartRows>{});
+    else
+        convert_blocks(Number<1>{});
+}
 
 // A panel of pairs.
 struct IntegerUnits {
@@ -270,13 +341,13 @@ ALWAYS_INLINE void add_unit(
     }
 }
 
-// Whether two products of a tile's row are made one, see `add_crossed`. Where the instruction that multiplies adds too,
-// a core's two units for products would be done with a row's before the other two are with its additions. So one row of
-// three has all of its products: then it is 4 products and 4 additions for each vector of the three. CPUs with such an
-// instruction and none for bfloat16 are Intel's, where the same two units do both: there all rows have all.
-constexpr bool is_crossed([[maybe_unused]] int row) {
+// Whether two products of a row with a vector of a tile's outputs are made one, see `add_crossed`. Where the instruction
+// that multiplies adds too, a core's two units for products would be done with them before the other two are with the
+// additions. So one of three has all of its products: then it is 4 products and 4 additions for the three. CPUs with such
+// an instruction and none for bfloat16 are Intel's, where the same two units do both: there all have all.
+constexpr bool is_crossed([[maybe_unused]] int row, [[maybe_unused]] int vector) {
 #if defined(__AVX512BF16__)
-    return row % 3 != 2;
+    return (2 * row + vector) % 3 != 2;
 #elif defined(__AVX512F__)
     return false;
 #else
@@ -284,7 +355,7 @@ constexpr bool is_crossed([[maybe_unused]] int row) {
 #endif
 }
 
-// Adds the products of two units, in crossed rows each two pairs' as one product. With a and b of a row, in one unit and
+// Adds the products of two units, each two pairs' as one product where `is_crossed`. With a and b of a row, in one unit and
 // the next, and v and w of the weight there,
 //
 //     a v + b w = (a + w)(b + v) - a b - v w
@@ -299,12 +370,12 @@ ALWAYS_INLINE void add_crossed(
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
         const int16_t* of_row = x + row * x_stride;
-        asm("" : "+r"(of_row));  // or the compiler would keep two offsets for each row
+        if (!__builtin_constant_p(x_stride)) asm("" : "+r"(of_row));  // or the compiler would keep two offsets for each row
         const Words a = broadcast_pair(of_row), b = broadcast_pair(of_row + InIntegers::kPerUnit);
 #pragma GCC unroll 2
         for (int vector = 0; vector < kVectors; ++vector) {
             Words& sum = sums[row][vector];
-            if (is_crossed(row))
+            if (is_crossed(row, vector))
                 sum = add_products(sum, add_pairs(a, weights[1][vector]), add_pairs(b, weights[0][vector]));
             else
                 sum = add_at_once(add_at_once(sum, weights[0][vector], a), weights[1][vector], b);
@@ -320,7 +391,7 @@ ALWAYS_INLINE void add_cross(const Words (&weights)[2][kVectors], Words (&cross)
         cross[vector] = add_products(cross[vector], weights[0][vector], weights[1][vector]);
 }
 
-// Takes from a group's sums what those of crossed rows are too large by, the row's own products and the weight's.
+// Takes from a group's sums what crossed ones are too large by, the row's own products and the weight's.
 template <int kRows, int kVectors>
 ALWAYS_INLINE void take_cross(
     const Words (&cross)[kVectors], const int16_t* behind, int64_t x_stride, Words (&sums)[kRows][kVectors]
@@ -329,7 +400,7 @@ ALWAYS_INLINE void take_cross(
     for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 2
         for (int vector = 0; vector < kVectors; ++vector)
-            if (is_crossed(row)) sums[row][vector] -= cross[vector] + Grouped::common(behind + row * x_stride).cross;
+            if (is_crossed(row, vector)) sums[row][vector] -= cross[vector] + Grouped::common(behind + row * x_stride).cross;
 }
 
 // Some of a panel's units, decoded: those of a tile's outputs.
@@ -377,21 +448,21 @@ ALWAYS_INLINE void add_group(
 // Adds the products of a part with some rows to the results of a tile, or begins them.
 template <int kRows>
 ALWAYS_INLINE void multiply_part(
-    const int16_t* x, int64_t x_stride, const DecodedPart& part, int num_units, int tile, bool is_first, Pace& pace,
-    float (*results)[kPanel]
+    const int16_t* x, const DecodedPart& part, int num_units, int tile, bool is_first, Pace& pace, float (*results)[kPanel]
 ) {
     constexpr int kVectors = DecodedPart::kVectors;
+    constexpr int64_t kStride = RowBlock<kPartRows>::kCellValues, kStep = RowBlock<kPartRows>::kStep;
     const Words(*pair)[2][kVectors] = part.pairs;
     const Words(*cross)[kVectors] = part.cross;
     for (int unit = 0; unit < num_units; is_first = false, ++cross) {
         Words sums[kRows][kVectors] = {};
         walk<kStepUnits>(pace, unit, least(unit + kGroupUnits, num_units), [&](int) __attribute__((always_inline)) {
-            for (int i = 0; i < kStepUnits / 2; ++i, ++pair, x += 2 * InIntegers::kPerUnit)
-                add_crossed(*pair, x, x_stride, sums);
+#pragma GCC unroll 2
+            for (int i = 0; i < kStepUnits / 2; ++i, ++pair, x += kStep) add_crossed(*pair, x, kStride, sums);
         });
-        take_cross(*cross, x, x_stride, sums);
-        add_group(sums, x, x_stride, tile, is_first, results);
-        x += Grouped::kCommonValues;
+        take_cross(*cross, x, kStride, sums);
+        add_group(sums, x, kStride, tile, is_first, results);
+        x += kStep;
     }
 }
 
@@ -424,7 +495,7 @@ ALWAYS_INLINE void multiply_decoding(
 // The products of some rows with a panel, by integers.
 struct IntegerPanels {
     using Product = InIntegers;
-    static constexpr int kRows = kConvertedRows;
+    static constexpr int kRows = kConvertedRows, kTileRows = kPartRows;
     static constexpr bool kDecodes = true;
     static constexpr int kMostDecodingRows = kRows;  // `multiply` decodes, whatever the rows
     using Int8Source = Int8Units;
@@ -444,7 +515,7 @@ struct IntegerPanels {
                     multiply_decoding<kCount, kVectors>(x, x_stride, panel.source, num_units, tile, pace, results);
             });
         else
-            multiply_parts(num_rows, x, x_stride, panel.source, num_units, ahead, results);
+            multiply_parts(num_rows, x, panel.source, num_units, ahead, results);
     }
     void end() {}
 
@@ -454,10 +525,10 @@ struct IntegerPanels {
     // One part after the other, each for all rows.
     template <class Source>
     ALWAYS_INLINE void multiply_parts(
-        int num_rows, const int16_t* x, int64_t x_stride, Source& source, int num_units, Ahead& ahead,
-        float (*results)[kPanel]
+        int num_rows, const int16_t* x, Source& source, int num_units, Ahead& ahead, float (*results)[kPanel]
     ) {
         constexpr int kTiles = kPanelVectors / DecodedPart::kVectors;
+        const int64_t block_values = kPartRows * num_values<Grouped>(num_units * InIntegers::kPerUnit);
         const int part_units = num_units <= kMostPartUnits ? num_units : part_.kWholeGroups;
         Pace pace(ahead, (num_rows + kPartRows - 1) / kPartRows * kTiles * (num_units / kStepUnits));
         for (int first = 0; first < num_units; first += part_units) {
@@ -468,11 +539,11 @@ struct IntegerPanels {
                     with_rows(least(kPartRows, num_rows - row), [&](auto rows) __attribute__((always_inline)) {
                         if constexpr (decltype(rows)::value <= kPartRows)
                             multiply_part<decltype(rows)::value>(
-                                x + row * x_stride, x_stride, part_, count, tile, first == 0, pace, results + row
+                                x + row / kPartRows * block_values, part_, count, tile, first == 0, pace, results + row
                             );
                     });
             }
-            x += num_values<Grouped>(count * InIntegers::kPerUnit);
+            x += kPartRows * num_values<Grouped>(count * InIntegers::kPerUnit);
         }
     }
 };

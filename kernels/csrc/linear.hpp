@@ -156,8 +156,7 @@ class RowChunks {
         if (rows_.count > 0 && rows_.first == first) return rows_;
         const auto* x = static_cast<const typename Element::Value*>(a_.x) + first * a_.x_stride;
         if constexpr (kConverts) {
-            for (int64_t row = 0; row < count; ++row)
-                convert_row<Element, Left>(x + row * a_.x_stride, memory + row * stride(), a_.num_inputs);
+            convert_rows<Element, Left>(x, a_.x_stride, memory, count, a_.num_inputs);
             rows_ = {memory, stride(), first, count};
         } else {
             rows_ = {x, a_.x_stride, first, count};
@@ -258,10 +257,13 @@ void run_panels(void* data, int thread) {
 struct LinearKernel {
     Work work;
     bool converts;  // rows
+    int tile_rows;
 };
 
 template <class Panels, class Element, Form kForm>
-constexpr LinearKernel linear_kernel = {run_panels<Panels, Element, kForm>, converts<typename Panels::Product::Left, Element>};
+constexpr LinearKernel linear_kernel = {
+    run_panels<Panels, Element, kForm>, converts<typename Panels::Product::Left, Element>, Panels::kTileRows
+};
 
 template <class Panels, class Element>
 LinearKernel choose_kernel_by(const Linear& a) {
@@ -298,7 +300,8 @@ LinearKernel choose_kernel(const Linear& a) {
 LinearJob make_job(const Linear& a, int num_threads) {
     const LinearKernel kernel = choose_kernel(a);
     const int num_chunks = kernel.converts ? (a.num_rows + kConvertedRows - 1) / kConvertedRows : 1;
-    const int chunk_rows = num_chunks > 1 ? round_up((a.num_rows + num_chunks - 1) / num_chunks, kVectorRows) : a.num_rows;
+    const int rows_each = num_chunks > 1 ? (a.num_rows + num_chunks - 1) / num_chunks : a.num_rows;
+    const int chunk_rows = round_up(rows_each, kernel.tile_rows);
     const int unit = a.gated && size_of(a.dtype) == 2 ? 2 : 1;
     const int64_t num_items = (int64_t)a.num_panels() * num_chunks;
     return {a, kernel.work, chunk_rows, Shares::evenly(num_items, num_threads, unit), false, nullptr};

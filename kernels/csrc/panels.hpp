@@ -17,26 +17,26 @@
 namespace {
 
 // The most rows of a tile, with two vectors of outputs each and with all of a panel: what the registers hold, which are 16
-// below AVX-512.
+// below AVX-512. And rows that are converted at once: what else is done for a chunk of rows, such as decoding a panel, is
+// worth it for so many, and more would leave the caches. A multiple of all tiles' rows.
 #if defined(__AVX512F__)
-constexpr int kVectorRows = 12, kWholeRows = 12;
+constexpr int kVectorRows = 12, kWholeRows = 12, kConvertedRows = 264;
 #else
-constexpr int kVectorRows = 6, kWholeRows = 8 / kPanelVectors;
+constexpr int kVectorRows = 6, kWholeRows = 8 / kPanelVectors, kConvertedRows = 192;
 #endif
 
-// Rows that are converted at once: what else is done for a chunk of rows, such as decoding a panel, is worth it for so
-// many, and more would leave the caches. A multiple of all tiles' rows.
-constexpr int kConvertedRows = 192;
-
-// Rows as they are multiplied: how many values each is, and how it is made of one of another kind.
+// Rows as they are multiplied: how many values each is, and how some are made of those of another kind.
 template <class Left>
 ALWAYS_INLINE int64_t num_values(int num_inputs) {
     return num_inputs;
 }
 
 template <class Element, class Left>
-ALWAYS_INLINE void convert_row(const typename Element::Value* from, typename Left::Value* to, int num_inputs) {
-    convert<Element, Left>(from, to, num_inputs);
+ALWAYS_INLINE void convert_rows(
+    const typename Element::Value* from, int64_t stride, typename Left::Value* to, int num_rows, int num_inputs
+) {
+    for (int row = 0; row < num_rows; ++row, from += stride, to += num_values<Left>(num_inputs))
+        convert<Element, Left>(from, to, num_inputs);
 }
 
 // A panel as tiles take it in: kUnits units at a time, and of each kVectors vectors of outputs, of which `output` is the
@@ -193,7 +193,7 @@ ALWAYS_INLINE void with_rows(int num_rows, Body body) {
 template <class InProduct>
 struct VectorPanels {
     using Product = InProduct;
-    static constexpr int kRows = kVectorRows;
+    static constexpr int kRows = kVectorRows, kTileRows = kRows;
     static constexpr bool kDecodes = true;
     // The most rows with which each tile decodes a coded panel for itself: beyond, what that saves of the way through
     // memory is less than what it costs again and again.
@@ -223,7 +223,7 @@ struct TilePanels {
         using Left = Bfloat16;
         using Unit = uint32_t;
     };
-    static constexpr int kRows = 32, kMostDecodingRows = 0;
+    static constexpr int kRows = 32, kTileRows = kRows, kMostDecodingRows = 0;
     using Int8Source = Quantized<Product::kPerUnit>;
     static constexpr bool kDecodes = false;
 
