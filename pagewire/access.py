@@ -41,6 +41,11 @@ class Access:
         return {f"PAGEWIRE_CLIENT_{name}": str(value) for name, value in values.items() if value is not None}
 
     @property
+    def is_tls(self) -> bool:
+        """Whether the connection is TLS."""
+        return bool(self.tls or self.ca or self.certificate)
+
+    @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What each call carries."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
@@ -70,7 +75,7 @@ class Access:
     def _credentials(self) -> grpc.ChannelCredentials | None:
         if (self.certificate is None) != (self.key is None):
             raise AccessError("--certificate and --key: give both, or neither")
-        if not (self.tls or self.ca or self.certificate):
+        if not self.is_tls:
             return None
         try:
             return ClientTls(_path(self.ca), _path(self.certificate), _path(self.key)).credentials()

@@ -147,6 +147,7 @@ class Cluster:
         self._tails: dict[str, deque[str]] = {service.name: deque(maxlen=_TAIL_LINES) for service in services}
         self._ready = False
         # Set, and replaced by another one, when a service prints a line.
+        self._said: dict[str, str] = {}  # by the last health check of what was waited for
         self._news = asyncio.Event()
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
@@ -187,7 +188,8 @@ class Cluster:
                 if (running := self._running.get(service.name)) is not None:
                     running.has_served = True
             except TimeoutError:
-                late = f"{service.name} does not serve after {self._start_within_s:g} s"
+                said = self._said.get(service.name, health.NO_ANSWER)
+                late = f"{service.name} does not serve after {self._start_within_s:g} s; its health check says: {said}"
                 raise LaunchError(self._with_tail(service, late)) from None
 
     async def _wait_until_listening(self, peers: str) -> None:
@@ -204,8 +206,10 @@ class Cluster:
         # that prints a line may have come further.
         while True:
             news = self._news
-            if is_reached(await asyncio.to_thread(health.check, service.address, access=service.access)):
+            said = await asyncio.to_thread(health.check, service.address, access=service.access)
+            if is_reached(said):
                 return
+            self._said[service.name] = said
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):
                     await news.wait()
@@ -260,7 +264,9 @@ class Cluster:
                 continue
             num_unanswered += 1
             # One that was told to stop takes no connections, and has its time for that.
-            if num_unanswered >= (_MAX_SILENT if said == health.SILENT else service.stop_within_s / self._probe_s):
+            # Between n checks and one more lies the time of n.
+            num_allowed = _MAX_SILENT - 1 if said == health.SILENT else service.stop_within_s / self._probe_s
+            if num_unanswered > num_allowed:
                 break
         log.error(f"{service.name} has left {num_unanswered} health checks in a row without an answer; killing it")
         _kill_group(running.process.pid)

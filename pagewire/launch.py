@@ -3,6 +3,7 @@
 The services are started by name, as any other user of this machine would; this room imports nothing of theirs.
 """
 
+import os
 import socket
 from dataclasses import dataclass, replace
 from itertools import product
@@ -34,6 +35,16 @@ SHARED_OPTIONS = {
 _UNSHARED_ADDRESSES = ("admin-listen", "metrics-listen")
 # Files that they can not share: each has one that ends like its name.
 _UNSHARED_FILES = ("record",)
+# What the launcher has to know of services that are told it by their environment, to go by it or to tell each its own.
+_READ_FROM_ENVIRONMENT = (
+    "drain-delay-s",
+    "drain-grace-s",
+    "log-level",
+    "log-format",
+    "tls-certificate",
+    *_UNSHARED_ADDRESSES,
+    *_UNSHARED_FILES,
+)
 # Services give live requests this long after SIGTERM unless told otherwise, and then take a moment to end.
 _DRAIN_GRACE_S = 30.0
 _STOP_MARGIN_S = 10.0
@@ -108,12 +119,15 @@ class LaunchOptions:
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        """Raises LaunchError where several peers are told to listen at one address and there are no next ones."""
+        """Raises LaunchError for several peers that are told to listen at one address, and TLS that is not trusted."""
         for service, option in product(SERVICES, _UNSHARED_ADDRESSES):
             told, num = self.value(service, option, ""), self.num(service)
             if num > 1 and told and not told.rpartition(":")[2].isdigit():
                 remedy = f'write "host:port"; each {service} gets a port of its own from there on'
                 raise LaunchError(f"{service}.{option}: {num} {service}s can not share {told}; {remedy}")
+        if self.value("router", "tls-certificate", "") and not self.access.is_tls:
+            remedy = "say what to trust: `pagewire --ca FILE up ...`, or --tls for a well-known authority"
+            raise LaunchError(f"router.tls-certificate: the router is asked for its health as clients ask; {remedy}")
 
     def num(self, service: str) -> int:
         """Processes of a service."""
@@ -136,7 +150,8 @@ class LaunchOptions:
 
     def settings_of(self, service: str) -> list[Setting]:
         """What a service is told beside what connects it; the last one of an option counts."""
-        return [setting for setting in (*_DEFAULTS, *self.settings) if setting.service == service]
+        told = (*_DEFAULTS, *_of_environment(service), *self.settings)
+        return [setting for setting in told if setting.service == service]
 
     def arguments(self) -> list[str]:
         """The same as arguments of `pagewire up`."""
@@ -226,6 +241,11 @@ def free_port() -> int:
     """A port of the loopback interface that nobody uses now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+def _of_environment(service: str) -> list[Setting]:
+    names = {option: f"PAGEWIRE_{service}_{option}".upper().replace("-", "_") for option in _READ_FROM_ENVIRONMENT}
+    return [Setting(service, option, os.environ[name]) for option, name in names.items() if name in os.environ]
 
 
 def _drain_s(options: LaunchOptions, service: str) -> float:

@@ -3,6 +3,7 @@
 A file whose launcher is gone is stale, whatever has that pid now; `load` clears it away.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -66,7 +67,7 @@ def load(port: int) -> ClusterState | None:
     """The cluster that runs on a port; None where there is none."""
     try:
         state = ClusterState(**json.loads(_path(port).read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
     if state.alive:
         return state
@@ -77,7 +78,8 @@ def load(port: int) -> ClusterState | None:
 def remove(state: ClusterState) -> None:
     """Forgets a cluster that has ended."""
     shutil.rmtree(state.directory, ignore_errors=True)
-    _path(state.port).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it may be gone, or its folder no more to be written to
+        _path(state.port).unlink()
 
 
 def _path(port: int) -> Path:

@@ -14,7 +14,7 @@ from rich.status import Status
 from rich.text import Text
 
 from pagewire import state
-from pagewire.cluster import Cluster, stages
+from pagewire.cluster import Cluster, LaunchError, stages
 from pagewire.early_worker import EarlyWorker
 from pagewire.launch import LaunchOptions, check_free, services
 from pagewire.processes import start_ticks
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def up(options: LaunchOptions, worker: EarlyWorker | None = None) -> int:
-    """Runs the cluster until Ctrl-C or SIGTERM drains it; a second one ends it at once. Gives the exit status.
+    """Runs the cluster until Ctrl-C or SIGTERM drains it; Ctrl-C once more ends it at once. Gives the exit status.
 
     Args:
         options: of the cluster.
@@ -79,12 +79,13 @@ class _Foreground:
         )
         self._stop = asyncio.Event()
         self._forced = False
+        self._is_saved = False
 
     async def run(self) -> int:
         """Until a signal; gives the exit status."""
         self._start_logging()
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         try:
             if self._console.is_terminal:
                 self._status.start()
@@ -100,10 +101,11 @@ class _Foreground:
         form = self._options.value("router", "log-format", "text")
         logs.start("launcher", level if level in get_args(logs.LogLevel) else "info", form)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
-            self._forced = True
-            self._cluster.kill()
+            if number == signal.SIGINT:  # who says SIGTERM again may be another one, who does not know of the first
+                self._forced = True
+                self._cluster.kill()
             return
         self._stop.set()
         self._status.update("finishing live requests; Ctrl-C once more ends them")
@@ -128,7 +130,14 @@ class _Foreground:
 
     def _save(self, **changes: object) -> None:
         self._state = replace(self._state, **changes)  # type: ignore[arg-type]
-        state.save(self._state)
+        try:
+            state.save(self._state)
+        except OSError as error:
+            if not self._is_saved:
+                raise LaunchError(f"the state can not be written, by which others find it: {error}") from error
+            # The disk is full, say; what runs serves all the same.
+            log.warning("the state file is as it was, for `status` and `down`", extra={"error": str(error)})
+        self._is_saved = True
 
     def _line(self, name: str, line: str) -> None:
         try:
@@ -139,6 +148,9 @@ class _Foreground:
         except BrokenPipeError:
             # `pagewire up | head`: nobody reads any more.
             self._stop.set()
+        except (OSError, ValueError):
+            # A full disk, or no such characters: the line is lost, and services are not to wait for the next one.
+            pass
 
 
 def _coloured(name: str, line: str) -> Text:

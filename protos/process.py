@@ -104,20 +104,20 @@ def calm_collector() -> None:
 def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     """Runs `main(stop)` on uvloop.
 
-    The first SIGTERM or SIGINT sets `stop`, after which main drains and returns; a second one ends the process at once
-    with status 1.
+    The first SIGTERM or SIGINT sets `stop`, after which main drains and returns; SIGINT then ends the process at once
+    with status 1. SIGTERM does not: who sends another one need not know of the first, and live streams would break.
     """
 
     async def supervised() -> None:
         stop = asyncio.Event()
 
-        def on_signal() -> None:
-            if stop.is_set():
+        def on_signal(number: int) -> None:
+            if stop.is_set() and number == signal.SIGINT:
                 os._exit(1)
             stop.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
         await main(stop)
 
     calm_collector()

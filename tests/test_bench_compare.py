@@ -187,6 +187,17 @@ def test_the_search_ends_when_its_probes_are_used_up():
     assert search.best == 4.2
 
 
+def test_the_highest_rate_of_a_search_is_played_before_it_counts():
+    for capacity, wanted in ((20.0, [8.4, 16.8]), (15.0, [8.4, 16.8, 11.88, 14.13])):
+        search = RateSearch({2.1: True, 4.2: True}, lowest=0.5, highest=16.8, num_probes=4)
+        probes = []
+        while (rate := search.next_rate) is not None:
+            probes.append(rate)
+            search.take(rate, kept=rate <= capacity)
+        assert probes == wanted
+        assert search.best == max(rate for rate in wanted if rate <= capacity)
+
+
 def test_the_search_finds_nothing_where_no_rate_down_to_the_lowest_is_kept_to():
     search = RateSearch({2.1: False, 4.2: False}, lowest=0.5, highest=16.8, num_probes=4)
     probes = []
@@ -233,6 +244,12 @@ def test_ratios_are_of_the_same_round_and_to_the_peer_with_the_best_median():
     assert compared.ratio == Spread(median=1.6, low=1.5, high=2.0)
     assert compared.engines["ours"] == Spread(40, 30, 60)
     assert compared.met
+
+
+def test_our_figure_is_that_of_our_default_in_each_row_and_not_the_best_one_of_ours():
+    engines = [variant("ours", OURS), variant("ours-plain", OURS), variant("fast")]
+    compared = compare(row(), results_of(ours=[30], **{"ours-plain": [60]}, fast=[20]), engines, ["w1"])
+    assert (compared.ours, compared.ratio.median) == ("ours", 1.5)
 
 
 def test_where_less_is_better_the_best_is_the_least():

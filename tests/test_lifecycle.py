@@ -170,7 +170,7 @@ async def test_a_scheduler_that_is_told_to_stop_says_so_and_finishes_what_is_liv
 @pytest.mark.parametrize(
     "options", [("--drain-delay-s", "60"), pytest.param(("--drain-grace-s", "60"), marks=pytest.mark.long)]
 )
-async def test_a_second_signal_ends_a_router_at_once_while_it_still_takes_calls_and_while_it_drains(options):
+async def test_ctrl_c_ends_a_router_at_once_while_it_still_takes_calls_and_while_it_drains(options):
     with cluster(*options, step_ms=20) as running:
         ((port, service),) = running.routers.items()
         async with open_channel(running.target) as channel:
@@ -179,7 +179,7 @@ async def test_a_second_signal_ends_a_router_at_once_while_it_still_takes_calls_
             await stream.read()
             service.process.send_signal(signal.SIGTERM)
             await health.becomes(serving=False)
-            service.process.send_signal(signal.SIGTERM)
+            service.process.send_signal(signal.SIGINT)
             assert await asyncio.to_thread(service.process.wait, WITHIN_S) == 1
             del running.routers[port]
             with pytest.raises(grpc.aio.AioRpcError) as info:

@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import errno
+import io
 import os
 import re
 import signal
@@ -22,6 +24,7 @@ from pagewire.cluster import Cluster, LaunchError, RestartPolicy, ServiceProcess
 from pagewire.launch import LaunchOptions, Setting, check_free, free_port, services, shared_settings
 from pagewire.processes import environment, module_command, start_ticks, uptime_s, with_descendants
 from pagewire.restart import restart
+from pagewire.up import _Foreground
 
 FAKES = pagewire_fakes.__file__
 NAMES = ("worker", "scheduler", "router")
@@ -204,7 +207,7 @@ async def test_a_service_that_was_told_to_stop_and_does_not_is_killed_when_its_t
     options = {"worker": "--lingering", "stop_within_s": 1.5}
     trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=0.01), probe_s=0.3, **options)
     await killed_for_silence(trial, "worker", signal.SIGTERM)
-    assert "worker has left 5 health checks in a row without an answer" in caplog.text
+    assert "worker has left 6 health checks in a row without an answer" in caplog.text
 
 
 async def test_a_usage_error_ends_the_start_with_its_message(folder):
@@ -302,6 +305,24 @@ def test_several_routers_have_a_port_each_where_they_can_not_share_one(option):
 def test_a_service_may_take_as_long_to_stop_as_it_was_told_to_drain():
     options = LaunchOptions("/m", settings=(Setting.parse("router.drain-grace-s=5"),))
     assert [service.stop_within_s for service in services(options, "/d")] == [10, 10, 15]
+
+
+def test_what_services_are_told_by_their_environment_counts_unless_a_setting_says_otherwise(monkeypatch):
+    monkeypatch.setenv("PAGEWIRE_ROUTER_DRAIN_GRACE_S", "120")
+    monkeypatch.setenv("PAGEWIRE_SCHEDULER_DRAIN_GRACE_S", "20")
+    monkeypatch.setenv("PAGEWIRE_ROUTER_METRICS_LISTEN", "127.0.0.1:9091")
+    options = LaunchOptions("/m", routers=2, settings=(Setting.parse("scheduler.drain-grace-s=5"),))
+    worker, scheduler, *routers = services(options, "/d")
+    assert [service.stop_within_s for service in (worker, scheduler, *routers)] == [10, 15, 130, 130]
+    assert scheduler.command[-1] == "--drain-grace-s=5"
+    assert ["--metrics-listen=127.0.0.1:9092" in service.command for service in routers] == [False, True]
+
+
+def test_a_router_with_tls_that_the_launcher_does_not_trust_is_an_error_before_anything_starts():
+    told = (Setting.parse("router.tls-certificate=/c.pem"),)
+    with pytest.raises(LaunchError, match=r"router.tls-certificate: .*`pagewire --ca FILE up ...`"):
+        LaunchOptions("/m", settings=told)
+    LaunchOptions("/m", settings=told, access=Access(ca="/ca.pem"))
 
 
 def test_services_behind_the_router_wait_for_nobody_when_they_stop_unless_they_are_told_to():
@@ -542,6 +563,41 @@ def test_a_second_ctrl_c_ends_what_does_not_stop(home, port):
     process.communicate(timeout=WAIT_S)
     assert process.returncode == 1
     assert all(start_ticks(pid) is None for pid in running.service_pids.values())
+
+
+def test_a_cluster_that_is_stopped_again_while_it_drains_goes_on_draining(home, port):
+    process, running = started(home, port, "--set", "router.stubborn=true", "--set", f"router.journal={home}/journal")
+    process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "stop" in (home / "journal").read_text(), "the router knows")
+    process.send_signal(signal.SIGTERM)
+    os.kill(running.service_pids["router"], signal.SIGKILL)
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    assert (home / "journal").read_text().count("stop") == 1
+    assert all(start_ticks(pid) is None for pid in running.service_pids.values())
+
+
+class FullDisk(io.StringIO):
+    """What can not be written to any more."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_launcher_that_can_write_neither_lines_nor_its_state_goes_on(home, port, monkeypatch):
+    foreground = _Foreground(LaunchOptions("/m", port=port), str(home), None)
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    foreground._line("router", "a line")
+    foreground._pids({"router": 1})
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    foreground._pids({"router": 2})
+    assert not foreground._stop.is_set()
+
+
+def test_a_cluster_that_nobody_would_find_is_not_started(home, port, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    with pytest.raises(LaunchError, match=r"state can not be written, by which others find it: .*/dev/null"):
+        _Foreground(LaunchOptions("/m", port=port), str(home), None)._pids({"router": 1})
 
 
 def test_services_die_with_a_killed_launcher(home, port):

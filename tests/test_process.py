@@ -103,13 +103,14 @@ async def main(stop):
     await stop.wait()
     print("draining", flush=True)
     if len(sys.argv) > 1:
-        await asyncio.sleep(60)
+        await asyncio.to_thread(sys.stdin.read)
 run(main)
 """
 
 
 def start(*arguments: str) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, "-c", LOOP, *arguments], stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", LOOP, *arguments], stdin=pipe, stdout=pipe, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
@@ -123,12 +124,21 @@ def test_a_signal_lets_the_process_drain_and_exit_with_0(number):
     assert process.stdout.read() == "draining\n"
 
 
-def test_a_second_signal_ends_it_at_once():
-    process = start("forever")
+def test_ctrl_c_ends_it_at_once_while_it_drains():
+    process = start("until told")
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.stdout.readline() == "draining\n"
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(10) == 1
+
+
+def test_it_goes_on_draining_where_somebody_else_stops_it_too():
+    process = start("until told")
     os.kill(process.pid, signal.SIGTERM)
     assert process.stdout.readline() == "draining\n"
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(10) == 1
+    process.stdin.close()
+    assert process.wait(10) == 0
 
 
 IMPORTS = """

@@ -117,20 +117,23 @@ class RateSearch:
         kept = [rate for rate, ok in known.items() if ok]
         failed = [rate for rate, ok in known.items() if not ok]
         self.best = max(kept, default=None)
-        self._failed = min((rate for rate in failed if self.best is None or rate > self.best), default=highest)
-        self._lowest = lowest
+        self._failed = min((rate for rate in failed if self.best is None or rate > self.best), default=None)
+        self._lowest, self._highest = lowest, highest
         self._probes_left = num_probes
 
     @property
     def next_rate(self) -> float | None:
         """The rate to try; None when the search has ended."""
-        if not self._probes_left:
+        if not self._probes_left or self.best == self._highest:
             return None
+        if self._failed is None and self.best is not None and self.best >= self._highest / 2:
+            return self._highest  # which nobody knows to fail
+        failed = self._failed or self._highest
         if self.best is None:
-            return self._failed / 2 if self._failed / 2 >= self._lowest else None
-        if self._failed <= self.best * _NARROW:
+            return failed / 2 if failed / 2 >= self._lowest else None
+        if failed <= self.best * _NARROW:
             return None
-        return round((self.best * self._failed) ** 0.5, 2)
+        return round((self.best * failed) ** 0.5, 2)
 
     def take(self, rate: float, kept: bool) -> None:
         """The result of a probe."""

@@ -94,7 +94,8 @@ def compare(row: Row, results: Results, variants: Sequence[Variant], tests: Sequ
     }
     spreads = {name: spread for name, found in figures.items() if (spread := Spread.of(found.values()))}
     peers = {variant.name: variant.peer for variant in variants}
-    ours = _best(row, {name: spread for name, spread in spreads.items() if peers[name] == OURS})
+    # As it comes, not as it is best in this row: nobody has each row at its best.
+    ours = next((name for name in spreads if peers[name] == OURS), None)
     theirs = _best(row, {name: spread for name, spread in spreads.items() if peers[name] != OURS})
     ratio = None
     if ours is not None and theirs is not None:
