@@ -340,6 +340,8 @@ def sample_tokens(
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return token_ids
+    if size == 1:
+        filters = None  # they keep the best one; and a loop over one is what Triton's compiler fails at
     num_parts = triton.cdiv(size, _PART)
     padded_parts = triton.next_power_of_2(num_parts)
     # Of each part the best logit and the best sum with noise, and whose they are. In four pieces of memory, since parts

@@ -125,7 +125,7 @@ def forbid(logits: Tensor, rows: Sequence[int], token_ids: Sequence[Sequence[int
         token_ids: [R]: of each.
     """
     row, column = to_device(logits.device, *_cells(rows, token_ids))
-    logits[row, column] = -torch.inf
+    logits[row, column] = logits.new_full((), -torch.inf)  # made there: for a number of the host's it would wait
 
 
 def _cells(rows: Sequence[int], token_ids: Sequence[TokenIds] | Sequence[Sequence[int]]) -> tuple[TokenIds, TokenIds]:

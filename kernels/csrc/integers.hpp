@@ -225,6 +225,7 @@ constexpr int kDecodingRows = 12, kMostPlainRows = 4, kMostPartUnits = kGroupUni
 constexpr int kDecodingRows = 6, kMostPlainRows = 6, kMostPartUnits = 288, kStepUnits = 16;
 #endif
 constexpr int kPartRows = kWidth / 2;
+static_assert(kPartRows <= kDecodingRows, "fewer rows than a tile's are not put together");
 static_assert(kGroup % kLeastGroup == 0 && kLeastGroup % (kStepUnits * InIntegers::kPerUnit) == 0, "steps fill groups");
 
 template <>

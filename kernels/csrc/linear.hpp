@@ -301,7 +301,8 @@ LinearJob make_job(const Linear& a, int num_threads) {
     const LinearKernel kernel = choose_kernel(a);
     const int num_chunks = kernel.converts ? (a.num_rows + kConvertedRows - 1) / kConvertedRows : 1;
     const int rows_each = num_chunks > 1 ? (a.num_rows + num_chunks - 1) / num_chunks : a.num_rows;
-    const int chunk_rows = round_up(rows_each, kernel.tile_rows);
+    // Fewer rows than a tile's stand by themselves, and ask for memory of their own size.
+    const int chunk_rows = rows_each < kernel.tile_rows ? rows_each : round_up(rows_each, kernel.tile_rows);
     const int unit = a.gated && size_of(a.dtype) == 2 ? 2 : 1;
     const int64_t num_items = (int64_t)a.num_panels() * num_chunks;
     return {a, kernel.work, chunk_rows, Shares::evenly(num_items, num_threads, unit), false, nullptr};
