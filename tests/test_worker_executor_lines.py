@@ -92,10 +92,13 @@ def test_a_step_that_fails_at_rank_0_is_the_end_of_all_ranks_with_its_traceback(
 
 
 def test_a_rank_that_nobody_asks_and_fails_is_told_of_with_its_traceback(caplog):
-    with started(Echo(), Echo({1: boom})) as (executor, *_):
+    # Rank 1 gets a step before rank 0: one that failed at once could end the line that launch still writes to.
+    was_launched = threading.Event()
+    with started(Echo(), Echo({1: lambda: boom() if was_launched.wait(10) else None})) as (executor, *_):
         lost = threading.Event()
         executor.load(lost.set)
         executor.launch(step(step_id=1))
+        was_launched.set()
         assert lost.wait(10)
         with pytest.raises(RankLost, match="rank 1 failed"):
             executor.launch(step(step_id=2)).result()
