@@ -1,7 +1,7 @@
 """Writing the K and V of a step's tokens into the blocks of the paged cache (Kwon et al., SOSP'23, arXiv:2309.06180).
 
 One launch for K and V: a program for each token, which copies all its K/V heads. `rotate_and_cache` has a program for
-each (head, token) instead, and rotates queries and keys on the way (RoFormer: Su et al. 2021, arXiv:2104.09864), so
+some heads of a token instead, and rotates queries and keys on the way (RoFormer: Su et al. 2021, arXiv:2104.09864), so
 that a projection is read and written once between the matrix product and attention.
 """
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kernels.forms import check_dense, check_dtypes, check_slots, form
 from kernels.rotary_embedding import check_rotary, rotated
+
+_HEADS = 16  # of a token, that a program rotates
 
 
 @triton.jit
@@ -94,29 +96,33 @@ def _rotate_and_cache_kernel(
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
 ) -> None:
-    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    dims = tl.arange(0, PADDED_HALF)
-    there = dims < HALF
+    token = tl.program_id(1).to(tl.int64)
+    head = (tl.program_id(0) * HEADS + tl.arange(0, HEADS))[:, None]
+    dims = tl.arange(0, PADDED_HALF)[None, :]
+    there = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (dims < HALF)
     source = heads + token * token_stride + head * head_stride + dims
     first = tl.load(source, mask=there)
     second = tl.load(source + HALF, mask=there)
-    if head < NUM_HEADS + NUM_KV_HEADS:
-        cosine = tl.load(cos + token * cos_stride + dims, mask=there)
-        sine = tl.load(sin + token * cos_stride + dims, mask=there)
-        first, second = rotated(first, second, cosine, sine)
-        tl.store(source, first, mask=there)
-        tl.store(source + HALF, second, mask=there)
-    if head >= NUM_HEADS:
-        slot = tl.load(slot_mapping + token)
-        if slot >= 0:
-            place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
-            if head < NUM_HEADS + NUM_KV_HEADS:
-                target = k_cache + place + (head - NUM_HEADS) * cache_head_stride + dims
-            else:
-                target = v_cache + place + (head - NUM_HEADS - NUM_KV_HEADS) * cache_head_stride + dims
-            tl.store(target, first.to(k_cache.dtype.element_ty), mask=there)
-            tl.store(target + HALF, second.to(k_cache.dtype.element_ty), mask=there)
+    cosine = tl.load(cos + token * cos_stride + dims, mask=dims < HALF)
+    sine = tl.load(sin + token * cos_stride + dims, mask=dims < HALF)
+    turned_first, turned_second = rotated(first, second, cosine, sine)
+    is_turned = there & (head < NUM_HEADS + NUM_KV_HEADS)
+    tl.store(source, turned_first, mask=is_turned)
+    tl.store(source + HALF, turned_second, mask=is_turned)
+
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride + dims
+        k_place = k_cache + place + (head - NUM_HEADS) * cache_head_stride
+        is_key = is_turned & (head >= NUM_HEADS)
+        tl.store(k_place, turned_first.to(k_cache.dtype.element_ty), mask=is_key)
+        tl.store(k_place + HALF, turned_second.to(k_cache.dtype.element_ty), mask=is_key)
+        v_place = v_cache + place + (head - NUM_HEADS - NUM_KV_HEADS) * cache_head_stride
+        is_value = there & (head >= NUM_HEADS + NUM_KV_HEADS)
+        tl.store(v_place, first.to(v_cache.dtype.element_ty), mask=is_value)
+        tl.store(v_place + HALF, second.to(v_cache.dtype.element_ty), mask=is_value)
 
 
 def rotate_and_cache(
@@ -147,7 +153,7 @@ def rotate_and_cache(
     _check_slots(k_cache, v_cache, slot_mapping, len(heads))
     num_tokens, _, head_dim = heads.shape
     if num_tokens > 0:
-        _rotate_and_cache_kernel[(heads.shape[1], num_tokens)](
+        _rotate_and_cache_kernel[(triton.cdiv(heads.shape[1], _HEADS), num_tokens)](
             *(heads, cos, sin, k_cache, v_cache, slot_mapping),
             *(heads.stride(0), heads.stride(1), cos.stride(0), *k_cache.stride()[:3]),
             NUM_HEADS=num_heads,
@@ -155,7 +161,7 @@ def rotate_and_cache(
             HALF=head_dim // 2,
             PADDED_HALF=triton.next_power_of_2(head_dim // 2),
             BLOCK_SIZE=k_cache.shape[1],
-            num_warps=1,
+            HEADS=_HEADS,
         )
     return heads[:, :num_heads]
 

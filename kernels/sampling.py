@@ -6,7 +6,8 @@ that the twin in `kernels.draws` draws. Top-k, top-p and min-p keep a head of th
 sampling (Meister et al. 2022, arXiv:2202.00666) keeps a head of those ordered by how far they are from the expected
 scaled logit. So each filter is a greatest distance, and what they keep together an interval. A distance is found by
 bisection of the float's bits, which are ordered as the floats are (the idea of radix selection: Alabi et al. 2012,
-"Fast k-selection algorithms for graphics processing units"), in three places at once.
+"Fast k-selection algorithms for graphics processing units"), in three places at once, and once few tokens are left to
+be told apart, among these alone.
 
 Launches, none of which the host waits for:
 - parts: a program for each (part of the vocabulary, row) finds its best logit;
@@ -24,7 +25,8 @@ from kernels.forms import check_sampling
 
 _PART = 8192  # tokens
 _COUNTERS = 256  # of the generator, four tokens each
-_SEARCHED = 4096  # tokens that a threshold's program looks at together
+_SEARCHED = 4096  # tokens that a threshold's program looks at together: one for each of its lanes
+_SIFTED = 8  # tokens that are put aside for each lane at most
 
 
 @triton.jit
@@ -68,6 +70,7 @@ def _keep_best(
 @triton.jit(do_not_specialize=["num_parts"])
 def _bounds_kernel(
     bounds: tl.tensor,  # [2, num_rows] float32: the least and the greatest scaled logit that is kept
+    sifted: tl.tensor,  # [num_rows, DEPTH, TILE] float32: logits among which is looked further
     logits: tl.tensor,
     best_values: tl.tensor,
     temperatures: tl.tensor,
@@ -80,6 +83,7 @@ def _bounds_kernel(
     num_parts: tl.tensor,
     PADDED_PARTS: tl.constexpr,
     TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     best = _best_of_row(best_values, row, num_parts, PADDED_PARTS)
@@ -87,59 +91,101 @@ def _bounds_kernel(
     temperature = tl.where(temperature > 0, temperature, 1.0)
     count_target = tl.load(top_k + row).to(tl.int32)
     share, typical_share = tl.load(top_p + row), tl.load(typical_p + row)
-    row_logits = logits + row * row_stride
+    source, count = logits + row * row_stride, size  # all that may be kept is among these
+    sifted += row * DEPTH * TILE
     least = tl.load(least_scaled + row)
     greatest = tl.full([], float("inf"), tl.float32)
     last = tl.full([], 0x7F800000, tl.int32)  # the bits of infinity: everything
 
     # -- distances from the best logit: their order is that of the logits, whatever the temperature --
     if count_target < size:
-        last = _search(row_logits, best, 1.0, 0.0, least, size, last, count_target.to(tl.float32), "count", TILE)
+        target = count_target.to(tl.float32)
+        last, source, count = _search(source, count, sifted, best, 1.0, 0.0, least, last, target, "count", TILE, DEPTH)
         least = tl.maximum(least, -tl.div_rn(last.to(tl.float32, bitcast=True), temperature))
     if share < 1.0:
-        total, _ = _mass_within(row_logits, best, temperature, 0.0, least, size, last, "head", TILE)
-        last = _search(row_logits, best, temperature, 0.0, least, size, last, share * total, "head", TILE)
+        total, _ = _mass_within(source, count, best, temperature, 0.0, least, last, "head", TILE)
+        target = share * total
+        last, source, count = _search(
+            source, count, sifted, best, temperature, 0.0, least, last, target, "head", TILE, DEPTH
+        )
         least = tl.maximum(least, -tl.div_rn(last.to(tl.float32, bitcast=True), temperature))
 
     # -- distances from the expected scaled logit, of what the others keep --
     if typical_share < 1.0:
         last = tl.full([], 0x7F800000, tl.int32)
-        total, weighted = _mass_within(row_logits, best, temperature, 0.0, least, size, last, "typical", TILE)
+        total, weighted = _mass_within(source, count, best, temperature, 0.0, least, last, "typical", TILE)
         center = tl.div_rn(weighted, total)
         target = typical_share * total
-        last = _search(row_logits, best, temperature, center, least, size, last, target, "typical", TILE)
-        least, greatest = _ends_within(row_logits, best, temperature, center, least, size, last, TILE)
+        last, source, count = _search(
+            source, count, sifted, best, temperature, center, least, last, target, "typical", TILE, DEPTH
+        )
+        least, greatest = _ends_within(source, count, best, temperature, center, least, last, TILE)
     tl.store(bounds + row, least)
     tl.store(bounds + tl.num_programs(0) + row, greatest)
 
 
 @triton.jit
 def _search(
-    row_logits: tl.tensor,
+    source: tl.tensor,
+    count: tl.tensor,
+    sifted: tl.tensor,
     best: tl.tensor,
     temperature: tl.tensor,
     center: tl.tensor,
     least: tl.tensor,
-    size: tl.tensor,
     last: tl.tensor,
     target: tl.tensor,
     KIND: tl.constexpr,
     TILE: tl.constexpr,
-) -> tl.tensor:
-    # The least distance, as bits, within which the tokens measure `target`: by mass, or for "count" by number.
+    DEPTH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    # The least distance, as bits, within which the tokens measure `target`: by mass, or for "count" by number. And
+    # where all tokens within it are found, with how many there: `sifted`, where they are few.
+    low, high, count_low, count_high = last * 0 - 1, last, count * 0, count
+    low, high, count_low, count_high = _narrow(
+        source, count, best, temperature, center, least, low, high, count_low, count_high, target, TILE // 4, KIND, TILE
+    )
+    if (count > DEPTH * TILE) & (count_high <= TILE // 4):
+        depth = _sift(source, count, sifted, best, temperature, center, least, high, KIND, TILE, DEPTH)
+        if depth <= DEPTH:
+            source, count = sifted, depth * TILE
+    _, high, _, _ = _narrow(
+        source, count, best, temperature, center, least, low, high, count_low, count_high, target, 1, KIND, TILE
+    )
+    return high, source, count
+
+
+@triton.jit
+def _narrow(
+    source: tl.tensor,
+    count: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    center: tl.tensor,
+    least: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    count_low: tl.tensor,
+    count_high: tl.tensor,
+    target: tl.tensor,
+    FEW: tl.constexpr,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     # Too little is within `low`, enough within `high`; where only one token lies between, `high` keeps the right ones.
-    low, high = last * 0 - 1, last
-    count_low, count_high = size * 0, size
-    while (high - low > 1) & (count_high - count_low > 1):
+    # Ends where so few are within it.
+    while (high - low > 1) & (count_high - count_low > 1) & (count_high > FEW):
         step = (high - low) // 4
         first, second, third = low + tl.maximum(step, 1), low + tl.maximum(2 * step, 1), low + tl.maximum(3 * step, 1)
+        if (low < 0) & (high == 0x7F800000):  # of all distances most are no one's: begin with 4, 8 and 16
+            first, second, third = first * 0 + 0x40800000, first * 0 + 0x41000000, first * 0 + 0x41800000
         tokens = tl.arange(0, TILE)
         count_1, count_2 = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
         count_3 = tl.zeros([TILE], tl.int32)
         mass_1, mass_2 = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
         mass_3 = tl.zeros([TILE], tl.float32)
-        for start in tl.range(0, size, TILE):
-            bits, mass, _ = _distances(row_logits, best, temperature, center, least, tokens + start, size, KIND)
+        for start in tl.range(0, count, TILE):
+            bits, mass, _ = _distances(source, count, best, temperature, center, least, tokens + start, KIND)
             count_1 += (bits <= first).to(tl.int32)
             count_2 += (bits <= second).to(tl.int32)
             count_3 += (bits <= third).to(tl.int32)
@@ -160,17 +206,47 @@ def _search(
         count_high = tl.where(
             enough_1, within_1, tl.where(enough_2, within_2, tl.where(enough_3, within_3, count_high))
         )
-    return high
+    return low, high, count_low, count_high
 
 
 @triton.jit
-def _mass_within(
-    row_logits: tl.tensor,
+def _sift(
+    source: tl.tensor,
+    count: tl.tensor,
+    sifted: tl.tensor,
     best: tl.tensor,
     temperature: tl.tensor,
     center: tl.tensor,
     least: tl.tensor,
-    size: tl.tensor,
+    last: tl.tensor,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> tl.tensor:
+    # Puts each lane's logits within the distance `last` aside, in the order they come in: `sifted` is [DEPTH, TILE],
+    # filled up with those of forbidden tokens. Gives how many a lane has at most; beyond DEPTH they are left out.
+    lanes = tl.arange(0, TILE)
+    depths = tl.zeros([TILE], tl.int32)
+    for start in tl.range(0, count, TILE):
+        bits, _, _ = _distances(source, count, best, temperature, center, least, lanes + start, KIND)
+        found = tl.load(source + lanes + start, mask=lanes + start < count, other=float("-inf"))
+        is_within = bits <= last
+        tl.store(sifted + depths * TILE + lanes, found, mask=is_within & (depths < DEPTH))
+        depths += is_within.to(tl.int32)
+    for level in tl.static_range(DEPTH):
+        tl.store(sifted + level * TILE + lanes, float("-inf"), mask=depths <= level)
+    tl.debug_barrier()  # a lane may be another thread's where it is read
+    return tl.max(depths, 0)
+
+
+@triton.jit
+def _mass_within(
+    source: tl.tensor,
+    count: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    center: tl.tensor,
+    least: tl.tensor,
     last: tl.tensor,
     KIND: tl.constexpr,
     TILE: tl.constexpr,
@@ -178,8 +254,8 @@ def _mass_within(
     # The mass of the tokens within the distance `last`, where the best token's is 1; and their scaled logits, weighted.
     tokens = tl.arange(0, TILE)
     masses, weighted = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
-    for start in tl.range(0, size, TILE):
-        bits, mass, scaled = _distances(row_logits, best, temperature, center, least, tokens + start, size, KIND)
+    for start in tl.range(0, count, TILE):
+        bits, mass, scaled = _distances(source, count, best, temperature, center, least, tokens + start, KIND)
         masses += tl.where(bits <= last, mass, 0.0)
         weighted += tl.where((bits <= last) & (mass > 0.0), mass * scaled, 0.0)  # 0 * -inf is no summand
     return tl.sum(masses, 0), tl.sum(weighted, 0)
@@ -187,12 +263,12 @@ def _mass_within(
 
 @triton.jit
 def _ends_within(
-    row_logits: tl.tensor,
+    source: tl.tensor,
+    count: tl.tensor,
     best: tl.tensor,
     temperature: tl.tensor,
     center: tl.tensor,
     least: tl.tensor,
-    size: tl.tensor,
     last: tl.tensor,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -200,8 +276,8 @@ def _ends_within(
     # and center + distance would be rounded, and a token at the end be cut or not as chance has it.
     tokens = tl.arange(0, TILE)
     lows, highs = tl.full([TILE], float("inf"), tl.float32), tl.full([TILE], float("-inf"), tl.float32)
-    for start in tl.range(0, size, TILE):
-        bits, _, scaled = _distances(row_logits, best, temperature, center, least, tokens + start, size, "typical")
+    for start in tl.range(0, count, TILE):
+        bits, _, scaled = _distances(source, count, best, temperature, center, least, tokens + start, "typical")
         lows = tl.minimum(lows, tl.where(bits <= last, scaled, float("inf")))
         highs = tl.maximum(highs, tl.where(bits <= last, scaled, float("-inf")))
     return tl.min(lows, 0), tl.max(highs, 0)
@@ -209,20 +285,20 @@ def _ends_within(
 
 @triton.jit
 def _distances(
-    row_logits: tl.tensor,
+    source: tl.tensor,
+    count: tl.tensor,
     best: tl.tensor,
     temperature: tl.tensor,
     center: tl.tensor,
     least: tl.tensor,
     tokens: tl.tensor,
-    size: tl.tensor,
     KIND: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     # Each token's distance, as the bits of a float from 0 up: for "count" and "head" how far its logit is below the
     # best, for "typical" how far its scaled logit is from the center, and none where it is cut. Its mass, for which
     # "count" has no use, and its scaled logit.
-    there = tokens < size
-    below = best - tl.load(row_logits + tokens, mask=there, other=float("-inf"))
+    there = tokens < count
+    below = best - tl.load(source + tokens, mask=there, other=float("-inf"))
     scaled, mass, distance = below, below, tl.abs(below)
     if KIND != "count":
         scaled = -tl.div_rn(below, temperature)
@@ -356,11 +432,13 @@ def sample_tokens(
     if filters is not None:
         top_k, top_p, min_p, typical_p = filters
         bounds = torch.empty((2, num_rows), dtype=torch.float32, device=logits.device)
+        sifted = torch.empty((num_rows, _SIFTED, _SEARCHED), dtype=torch.float32, device=logits.device)
         _bounds_kernel[(num_rows,)](
-            *(bounds, logits, best_values, temperatures, top_k, top_p, min_p.log(), typical_p),
+            *(bounds, sifted, logits, best_values, temperatures, top_k, top_p, min_p.log(), typical_p),
             *(stride, size, num_parts),
             PADDED_PARTS=padded_parts,
             TILE=_SEARCHED,
+            DEPTH=_SIFTED,
             num_warps=16,
         )
     _draws_kernel[grid](

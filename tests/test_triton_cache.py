@@ -47,7 +47,9 @@ def test_reshape_and_cache_equals_its_twin(device, dtype, cache_dtype, num_token
 @everywhere
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cache_dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens, num_heads, num_kv_heads, head_dim", [(1, 3, 1, 64), (9, 4, 4, 80), (0, 2, 1, 96)])
+@pytest.mark.parametrize(
+    "num_tokens, num_heads, num_kv_heads, head_dim", [(1, 3, 1, 64), (9, 4, 4, 80), (5, 9, 3, 64), (0, 2, 1, 96)]
+)
 def test_rotate_and_cache_equals_its_twin(device, dtype, cache_dtype, num_tokens, num_heads, num_kv_heads, head_dim):
     heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(device=device, dtype=dtype)
     cos, sin = (torch.randn(num_tokens, head_dim // 2).to(device=device, dtype=dtype) for _ in range(2))

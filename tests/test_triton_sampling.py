@@ -99,11 +99,21 @@ FILTERS = [
 
 
 @everywhere
-@pytest.mark.parametrize("size, heat", [(1, 1.0), (40, 4.0), (5000, 0.5), (5000, 1.0)])
+@pytest.mark.parametrize("size, heat", [(1, 1.0), (40, 4.0), (5000, 0.5), (5000, 1.0), (40_001, 0.5), (40_001, 1.0)])
 def test_a_filtered_draw_is_the_samplers(device, size, heat):
     torch.manual_seed(size)
     samples = [Sample(parameters(heat, seed=11 + i, **f), i, 3 * i) for i, f in enumerate(FILTERS)]
     assert_draws_alike(device, 2 * torch.randn(len(FILTERS), size), samples)
+
+
+@everywhere
+@pytest.mark.parametrize("likely", [range(0, 300), range(5, 40_000, 4096), [*range(7, 40_000, 4096), *range(100, 900)]])
+def test_a_filtered_draw_is_the_samplers_wherever_the_likely_tokens_are(device, likely):
+    logits = torch.randn(4, 40_000)
+    logits[:, likely] += 9
+    filters = [{"top_k": 9}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.7}, {"top_p": 0.9, "typical_p": 0.5}]
+    samples = [Sample(parameters(1.0, seed=i, **f), i, i) for i, f in enumerate(filters)]
+    assert_draws_alike(device, logits, samples)
 
 
 @everywhere

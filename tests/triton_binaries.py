@@ -31,7 +31,10 @@ _ATTENTION = {**_INDICES, "partials": "*fp32", "log_sums": "*fp32", "score_scale
 _FLOATS = ("out", "q", "k", "v", "x", "k_cache", "v_cache", "heads", "cos", "sin", "residual", "weight")
 _SAMPLING = {
     **dict.fromkeys(
-        (*("best_values", "drawn_values", "bounds", "logits", "temperatures", "top_p", "least_scaled", "typical_p"),),
+        (
+            *("best_values", "drawn_values", "bounds", "sifted", "logits"),
+            *("temperatures", "top_p", "least_scaled", "typical_p"),
+        ),
         "*fp32",
     ),
     **dict.fromkeys(("best_ids", "drawn_ids"), "*i32"),
@@ -107,9 +110,9 @@ def cases() -> dict[str, Case]:
             4,
         ),
         "reshape_and_cache:_rotate_and_cache_kernel": (
-            {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "PADDED_HALF": 64, "BLOCK_SIZE": 16},
+            {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "PADDED_HALF": 64, "BLOCK_SIZE": 16, "HEADS": 16},
             {"slot_mapping": "*i64"},
-            1,
+            4,
         ),
         "rotary_embedding:_rotary_embedding_kernel": ({"HALF": 64, "PADDED_HALF": 64}, {}, 1),
         "rms_norm:_rms_norm_kernel": ({"SIZE": 8192, "PADDED": 8192, "ADD": True}, {"epsilon": "fp32"}, 16),
@@ -120,7 +123,7 @@ def cases() -> dict[str, Case]:
             8,
         ),
         "sampling:_parts_kernel": ({"PART": 8192, "TILE": 1024}, _SAMPLING, 4),
-        "sampling:_bounds_kernel": ({"PADDED_PARTS": 16, "TILE": 4096}, _SAMPLING, 16),
+        "sampling:_bounds_kernel": ({"PADDED_PARTS": 16, "TILE": 4096, "DEPTH": 8}, _SAMPLING, 16),
         "sampling:_draws_kernel": (
             {"FILTERED": True, "PADDED_PARTS": 16, "PART": 8192, "COUNTERS": 256},
             _SAMPLING,
