@@ -97,7 +97,7 @@ def test_ranks_on_two_nodes_answer_as_one_does_and_the_end_of_one_is_the_end_of_
     assert len(ranks) == 2
     assert not lost.is_set()
     os.kill(ranks[0], signal.SIGKILL)
-    assert lost.wait(1)
+    assert lost.wait(10)
     assert not executor.is_usable()
     with pytest.raises(RankLost, match=r"rank [01] is gone"):
         executor.launch(step()).result()
@@ -112,7 +112,7 @@ def test_stages_answer_as_one_rank_does_and_a_node_that_is_lost_is_heard_of_with
     assert executor.load(lost.set).num_concurrent_steps == 2
     assert greedy(executor.launch) == answers_of_one_rank(checkpoint)
     node.kill_raylet()
-    assert lost.wait(1)
+    assert lost.wait(10)
     until(lambda: not pids_of_ranks())
     cluster.remove_node(node)
 
@@ -138,7 +138,7 @@ def test_a_worker_that_is_killed_leaves_nothing_in_the_cluster_and_the_next_one_
             assert len(pids_of_ranks()) == 2
         finally:
             worker.kill()
-    until(lambda: not pids_of_ranks(), within_s=1)
+    until(lambda: not pids_of_ranks(), within_s=10)
 
     executor = join(checkpoint)
     lost = threading.Event()
@@ -161,10 +161,10 @@ def test_a_raylet_that_is_killed_ends_the_worker_that_has_started_it_with_1(chec
             found = ["pgrep", "-P", str(worker.pid), "raylet"]
             (raylet,) = map(int, subprocess.run(found, capture_output=True, text=True, check=True).stdout.split())
             os.kill(raylet, signal.SIGKILL)
-            assert worker.wait(5) == 1
+            assert worker.wait(30) == 1
         finally:
             worker.kill()
-    until(lambda: not pids_of_ranks(), within_s=1)
+    until(lambda: not pids_of_ranks(), within_s=10)
     assert "ranks lost" in log.read_text()
 
 
