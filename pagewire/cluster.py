@@ -146,8 +146,8 @@ class Cluster:
         self._running: dict[str, _Running] = {}
         self._tails: dict[str, deque[str]] = {service.name: deque(maxlen=_TAIL_LINES) for service in services}
         self._ready = False
-        # Set, and replaced by another one, when a service prints a line.
         self._said: dict[str, str] = {}  # by the last health check of what was waited for
+        # Set, and replaced by another one, when a service prints a line.
         self._news = asyncio.Event()
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
