@@ -123,7 +123,7 @@ def cases() -> dict[str, Case]:
             8,
         ),
         "sampling:_parts_kernel": ({"PART": 8192, "TILE": 1024}, _SAMPLING, 4),
-        "sampling:_bounds_kernel": ({"PADDED_PARTS": 16, "TILE": 4096, "DEPTH": 8}, _SAMPLING, 16),
+        "thresholds:_bounds_kernel": ({"PADDED_PARTS": 16, "TILE": 4096, "DEPTH": 8}, _SAMPLING, 16),
         "sampling:_draws_kernel": (
             {"FILTERED": True, "PADDED_PARTS": 16, "PART": 8192, "COUNTERS": 256},
             _SAMPLING,
