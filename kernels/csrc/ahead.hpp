@@ -29,24 +29,30 @@ struct BlocksAhead {
 
     int64_t count() const { return num_shares > 0 ? ends[num_shares - 1] : 0; }
     int64_t all_bytes() const { return 2 * count() * bytes; }
-    // Of one layer: K of the first block, its V, K of the second one.
-    Shares spans() const {
-        Shares made;
-        made.num_shares = num_shares;
-        for (int i = 0; i < num_shares; ++i) {
-            made.shares[i].left = {i > 0 ? 2 * (int)ends[i - 1] : 0, 2 * (int)ends[i]};
-        }
-        return made;
-    }
 };
 
-// What a layer's K and V are in these: threads take it span by span.
+// What a layer's K and V are in these: K of the first block, its V, K of the second one. Each thread takes it span by span
+// from its own share, and leaves the others' alone: not to be slowed down counts for more than that all is asked for.
 struct ContextAhead {
+    struct Left {
+        int64_t next, end;
+        char padding[48];  // to the next one's cache line
+    };
     const BlocksAhead* blocks;
     const char* caches[2];
-    Shares spans;
+    Left shares[kMostShares];
 
-    Span span(int64_t number) const {
+    ContextAhead(const BlocksAhead& blocks, const char* k, const char* v) : blocks(&blocks), caches{k, v} {
+        for (int i = 0; i < blocks.num_shares; ++i) shares[i] = {i > 0 ? 2 * blocks.ends[i - 1] : 0, 2 * blocks.ends[i], {}};
+    }
+
+    // The next one, or none. Threads that have the same share may get the same one.
+    Span take(int thread) {
+        if (blocks->num_shares == 0) return {};
+        Left& left = shares[thread % blocks->num_shares];
+        const int64_t number = __atomic_load_n(&left.next, __ATOMIC_RELAXED);
+        if (number >= left.end) return {};
+        __atomic_store_n(&left.next, number + 1, __ATOMIC_RELAXED);
         return {caches[number % 2] + blocks->ids[number / 2] * blocks->stride, blocks->bytes};
     }
 };
@@ -64,8 +70,7 @@ constexpr int kMostRuns = 8;
 // What a thread asks for.
 class Ahead {
   public:
-    Ahead(ContextAhead* context, int thread)
-        : context_(context), spans_(context != nullptr ? context->spans : no_spans_, thread) {}
+    Ahead(ContextAhead* context, int thread) : context_(context), thread_(thread) {}
 
     // For the tiles of some rows: some weights, and then so much of the context.
     void begin(Span weights, int64_t context_bytes) {
@@ -106,17 +111,14 @@ class Ahead {
 
     // Some of the next `bytes`, which are less then by as much, or none where the context has no more.
     Span take_context(int64_t& bytes) {
-        if (bytes > 0 && span_.bytes == 0) {
-            if (spans_.take(1)) span_ = context_->span(spans_.first);
-        }
+        if (bytes > 0 && span_.bytes == 0) span_ = context_->take(thread_);
         const Span taken = take(span_, bytes);
         bytes = taken.bytes > 0 ? bytes - taken.bytes : 0;
         return taken;
     }
 
     ContextAhead* const context_;
-    Shares no_spans_ = Shares::evenly(0, 1);
-    Taker spans_;
+    const int thread_;
     Span weights_ = {};          // of these tiles, not asked for yet
     int64_t context_bytes_ = 0;  // likewise
     Span span_ = {};             // of the context, begun with

@@ -163,7 +163,7 @@ class DecoderPlan {
             const LinearJob* behind = is_last ? nullptr : &jobs[i + 1].qkv;
             ContextAhead* context = is_last ? nullptr : &jobs[i + 1].context;
             const auto cache = [&](int number) { return static_cast<const char*>(step.caches[2 * i + number]); };
-            job.context = {&ahead, {cache(0), cache(1)}, ahead.spans()};
+            job.context = ContextAhead(ahead, cache(0), cache(1));
             // Nothing is added to the embeddings.
             job.attention_norm = i == 0 ? normalize(step.residual, nullptr, layer.attention_norm, b.normed)
                                         : normalize(b.x, step.residual, layer.attention_norm, b.normed);

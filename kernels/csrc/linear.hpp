@@ -174,11 +174,11 @@ class RowChunks {
     Rows<Value> rows_ = {};
 };
 
-// All these rows with one panel, while `next` is asked for.
-template <class Panels, class Element, class Panel>
+// All these rows with one panel, while `next` is asked for. Calls `take_next` when only the last outputs are to be written.
+template <class Panels, class Element, class Panel, class TakeNext>
 ALWAYS_INLINE void run_panel(
     const Linear& a, Panels& panels, int64_t number, Panel panel,
-    const Rows<typename Panels::Product::Left::Value>& rows, Span next, Ahead& ahead
+    const Rows<typename Panels::Product::Left::Value>& rows, Span next, Ahead& ahead, TakeNext take_next
 ) {
     const int num_units = a.num_inputs / Panels::Product::kPerUnit;
     const int num_blocks = (rows.count + Panels::kRows - 1) / Panels::kRows;
@@ -189,6 +189,7 @@ ALWAYS_INLINE void run_panel(
         const int count = least(Panels::kRows, rows.count - row);
         ahead.begin({next.at, next_bytes}, context_bytes);
         panels.multiply(count, rows.x + row * rows.stride, rows.stride, panel, num_units, ahead, results);
+        if (row + count == rows.count) take_next();
         finish_rows<Element>(a, rows.first + row, count, number, results);
     }
 }
@@ -216,13 +217,16 @@ void run_panels(void* data, int thread) {
 
     Panels panels;
     Ahead ahead(a.context, thread);
-    for (Taker items(job.items, thread); items.take(1);) {
+    Taker items(job.items, thread);
+    // An atomic operation waits for all that was written before, so the next panel is taken before outputs are.
+    for (bool has_item = items.take(1); has_item;) {
+        const auto take_next = [&] { has_item = items.take(1); };
         const int64_t number = items.first % num_panels;
         const Rows<Value>& rows = chunks.rows(items.first / num_panels, reinterpret_cast<Value*>(memory));
         const char* at = job.panel(number).at;
         const Span next = items.expected() >= 0 ? job.panel(items.expected()) : job.expect_following(thread);
         const auto run = [&](auto panel) __attribute__((always_inline)) {
-            run_panel<Panels, Element>(a, panels, number, panel, rows, next, ahead);
+            run_panel<Panels, Element>(a, panels, number, panel, rows, next, ahead, take_next);
         };
         const auto decode_and_run = [&](auto source) __attribute__((always_inline)) {
             if constexpr (Panels::kDecodes)
