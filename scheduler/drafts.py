@@ -17,7 +17,7 @@ That a kernel may round otherwise where a step has more rows is as with any othe
 
 HOW MANY. Text repeats itself at all lengths. So of the places that match the last n tokens, a share of m / (m + k) or
 so match k tokens more, with m = n - 3/4: about as in greedy answers of small models, while text that people wrote
-repeats itself less (docs/performance.md). Of N rows, of which so many are drafts that they give E tokens on average,
+repeats itself less (docs/measurements.md). Of N rows, of which so many are drafts that they give E tokens on average,
 a step takes as long as N + H rows would, H being how many take as long as it takes without any. One row more pays as
 long as it brings more tokens for its time than the step does without it: m / (m + k) is over E / (N + H). That is many
 tokens for a long match in a small step, and none for a short one in a large step. And as matches do not say all, there

@@ -8,7 +8,7 @@
 // inputs has one, by which its largest value is 8191, and all are rounded to it. Of a weight each output has one, a power
 // of two as small as the sums allow: those of a group are exact in 32 bits, whatever the row. There only values are rounded
 // that are less than a 128th of the largest one that the scale has room for. Both is much less than bfloat16 has rounded
-// before (docs/performance.md); where it would be as much in one output, a weight is multiplied as it is.
+// before (docs/measurements.md); where it would be as much in one output, a weight is multiplied as it is.
 //
 // A weight's integer is one of 8 bits times a power of two, and so it takes 12 bits in memory, as in coded.hpp.
 #pragma once
