@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine
+from bench.compare import memory
 from pagewire.bench import Record
-from pagewire.processes import peak_resident_bytes, start_ticks, tied, with_descendants
+from pagewire.processes import start_ticks, tied, with_descendants
 
 _TAIL_LINES = 6
 _READ_BYTES = 1 << 20
@@ -118,13 +119,8 @@ class Engine:
         self._signal(signal.SIGCONT)
 
     def peak_memory_bytes(self) -> int:
-        """The greatest memory of its processes since their start, what they share counted once.
-
-        Each process's greatest resident size (VmHWM); of several processes less what each now shares, which is what its
-        proportional set (smaps_rollup) leaves to others. So nothing has to look at a process while it is measured.
-        """
-        pids = with_descendants(self._pids)
-        return peak_resident_bytes(self._pids) - (sum(map(_shared_bytes, pids)) if len(pids) > 1 else 0)
+        """The greatest memory of its processes since their start, what they share counted once."""
+        return memory.peak_memory_bytes(self._pids)
 
     def close(self) -> None:
         """Lets the driver end by itself, and ends what is left, by process id; at once when it is interrupted."""
@@ -194,13 +190,3 @@ class Engine:
     def _with_tail(self, message: str) -> str:
         lines = self._command.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         return "\n".join([f"{message}, see {self._command.log}", *(f"  {line}" for line in lines)])
-
-
-def _shared_bytes(pid: int) -> int:
-    """What a process's resident set has beyond its proportional set; 0 where the system does not tell."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    except OSError:
-        return 0
-    sizes = {name: int(size.split()[0]) for name, _, size in (line.partition(":") for line in lines)}
-    return (sizes["Rss"] - sizes["Pss"]) << 10
