@@ -23,7 +23,7 @@ import grpc
 
 from pagewire import results
 from pagewire.access import DEFAULT_TARGET, Access
-from pagewire.errors import RequestError, from_rpc_error
+from pagewire.errors import RequestError, from_rpc_error, named
 from pagewire.request import (
     Message,
     Options,
@@ -35,6 +35,7 @@ from pagewire.request import (
 )
 from pagewire.results import Completion, Delta, Model
 from pagewire.resumption import Resumption
+from protos.errors import Refusal
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.rpc import PUBLIC_MESSAGE_BYTES
@@ -116,7 +117,9 @@ class Stream:
         return self._pending.popleft()
 
     def _resume(self, error: RequestError) -> None:
-        delay_s = None if self._closed.is_set() else self._resumption.delay_after(error)
+        if self._closed.is_set():  # meanwhile, by another thread
+            return
+        delay_s = self._resumption.delay_after(error)
         if delay_s is None:
             raise error from None
         if self._closed.wait(delay_s):
@@ -125,7 +128,7 @@ class Stream:
             self._call = self._start(self._resumption.request(), timeout=self._resumption.timeout)
         except ValueError:  # the channel was closed
             raise error from None
-        if self._closed.is_set():  # meanwhile, by another thread, which has cancelled the call before
+        if self._closed.is_set():  # meanwhile, by another thread, which has cancelled the call before this one
             self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -172,9 +175,9 @@ class AsyncStream:
             if self._closed:
                 raise StopAsyncIteration
             try:
-                response = await self._call.read()
-            except grpc.RpcError as error:
-                await self._resume(from_rpc_error(error))
+                response = await _answer(self._call.read())
+            except RequestError as error:
+                await self._resume(error)
                 continue
             if response is _END:
                 raise StopAsyncIteration
@@ -182,12 +185,18 @@ class AsyncStream:
         return self._pending.popleft()
 
     async def _resume(self, error: RequestError) -> None:
-        delay_s = None if self._closed else self._resumption.delay_after(error)
+        if self._closed:  # meanwhile, by another task
+            return
+        delay_s = self._resumption.delay_after(error)
         if delay_s is None:
             raise error from None
         await asyncio.sleep(delay_s)
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             self._call = self._start(self._resumption.request(), timeout=self._resumption.timeout)
+        except grpc.aio.UsageError:  # the channel was closed
+            raise error from None
 
     async def __aenter__(self) -> Self:
         return self
@@ -356,7 +365,22 @@ def _call(method: Callable[..., Response], request: object, timeout: float | Non
 async def _acall(
     method: Callable[..., Awaitable[Response]], request: object, timeout: float | None, metadata: Metadata
 ) -> Response:
+    return await _answer(method(request, timeout=timeout, metadata=metadata))
+
+
+async def _answer(call: Awaitable[Response]) -> Response:
+    """What a call gives. To whom it waits for one gRPC says that the channel was closed as if its task were cancelled.
+
+    Raises:
+        RequestError: the call failed, or another task has closed the client or the stream.
+    """
     try:
-        return await method(request, timeout=timeout, metadata=metadata)
+        return await call
     except grpc.RpcError as error:
         raise from_rpc_error(error) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        closed = Refusal(grpc.StatusCode.CANCELLED, "", "the client or the stream was closed")
+        raise named(closed) from None

@@ -65,7 +65,7 @@ class DeadlineExceeded(RequestError):
 
 
 class Cancelled(RequestError):
-    """The request was cancelled by the server, or by gRPC on the way to it."""
+    """The request was cancelled: its client was closed, or the server or gRPC on the way to it gave it up."""
 
 
 class Unavailable(RequestError):

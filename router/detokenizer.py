@@ -1,5 +1,6 @@
 """Token ids of one sequence to text as they come: whole characters, and nothing that a stop string may yet claim."""
 
+import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,9 +28,12 @@ class Detokenizer:
         border = _last_border(tokenizer, tail)
         self._restart(tail[:border])
         # A character that the prompt has begun belongs to the output; the library, told of it as prompt, would repeat
-        # the prompt's text with it.
+        # the prompt's text with it. What is there of it looks like a U+FFFD of the prompt's own, which does not belong
+        # to the output: if the next token leaves it one, it was.
+        self._prompt_rest = ""
         for token_id in tail[border:]:
             self.push(token_id)
+        self._prompt_rest = tokenizer.decode(tail[border:])
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
@@ -47,6 +51,9 @@ class Detokenizer:
         if text is None:
             return ""
         self._pending.clear()
+        if self._prompt_rest:
+            text = text[len(os.path.commonprefix([self._prompt_rest, text])) :]
+            self._prompt_rest = ""
         return text
 
     def _restart(self, token_ids: Sequence[int]) -> None:
@@ -55,10 +62,10 @@ class Detokenizer:
 
 def _last_border(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
     """How many of `token_ids` come before the character that they end within; all, where they end with a whole one."""
-    for num in range(len(token_ids), max(-1, len(token_ids) - 4), -1):
-        if not tokenizer.decode(token_ids[:num]).endswith("\ufffd"):
-            return num
-    return len(token_ids)
+    ends_whole = (
+        num for num in range(len(token_ids), 0, -1) if not tokenizer.decode(token_ids[:num]).endswith("\ufffd")
+    )
+    return next(ends_whole, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,8 @@ class Match:
 class StopStrings:
     """Finds the stop string that ends first in a text that comes in pieces; the result does not depend on the pieces.
 
+    One that ends in a piece which is pushed with `counts=False` is passed over. One that only begins there is found.
+
     Args:
         stops: none empty.
         include: whether the match itself is shown.
@@ -87,15 +96,15 @@ class StopStrings:
         self._include = include
         self._held = ""
 
-    def push(self, piece: str) -> str | Match:
+    def push(self, piece: str, *, counts: bool = True) -> str | Match:
         """The text that can be shown now, or the match. What might be the beginning of a match is held back."""
         if not self._stops or not piece:
             return piece
-        text = self._held + piece
+        text, num_before = self._held + piece, len(self._held)
         # The match that ends first; of two that end together, the longer.
-        found = [(text.find(stop), stop) for stop in self._stops]
+        found = [(text.find(stop, max(0, num_before + 1 - len(stop))), stop) for stop in self._stops]
         ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
-        if ends:
+        if ends and counts:
             end, start, stop = min(ends)
             return Match(text[: end if self._include else start], stop)
         num_held = self._num_possible(text)

@@ -154,13 +154,12 @@ class OutputStream:
         return delta
 
     def _push_text(self, piece: str) -> None:
-        if self.num_tokens > self._request.min_tokens:
-            shown = self._stops.push(piece)
-            if isinstance(shown, Match):
-                self._match = shown
-                piece = shown.text
-            else:
-                piece = shown
+        shown = self._stops.push(piece, counts=self.num_tokens > self._request.min_tokens)
+        if isinstance(shown, Match):
+            self._match = shown
+            piece = shown.text
+        else:
+            piece = shown
         if piece:
             self._pieces.append(piece)
             self._has_delta = True
@@ -190,6 +189,7 @@ class LiveRequest:
     Args:
         handle: its number on the session.
         on_stop: called with a sequence in whose text a stop string was found.
+        on_id_in_use: gives it another id, for a request that does not bring one of its own; None where it does.
         trace: the span that the request is part of, for the scheduler.
         whole: the client gets one answer, and nothing before.
 
@@ -211,6 +211,7 @@ class LiveRequest:
         trace: TraceContext | None = None,
         *,
         whole: bool = False,
+        on_id_in_use: Callable[["LiveRequest"], None] | None = None,
     ) -> None:
         self.handle = handle
         self.request = request
@@ -227,10 +228,13 @@ class LiveRequest:
         self._num_tokens_when_lost = 0
         self._arrival = arrival
         self._on_stop = on_stop
+        self._on_id_in_use = on_id_in_use
         self._whole = whole
         self._clock = clock
         self._refusal: Refusal | None = None
         self._prompt_logprobs: Logprobs | None = None
+        # Whether the client has been told its id, with a message.
+        self._is_named = False
         # As the client gets them; None until they are written, empty once they are told.
         self._prompt_messages: list[pb.TokenLogprobs] | None = None
         # What a client that resumes has, by the index of the output.
@@ -328,6 +332,13 @@ class LiveRequest:
         self._num_lost += 1
         return self._num_lost
 
+    def rename(self) -> bool:
+        """Takes another id, since this one is in use elsewhere; False where its client brought it, or was told of it."""
+        if self._on_id_in_use is None or self._is_named:
+            return False
+        self._on_id_in_use(self)
+        return True
+
     def continuation(self) -> session_pb2.Continuation:
         """What the scheduler that takes it over from another one has to know."""
         for stream in self.streams:
@@ -360,6 +371,7 @@ class LiveRequest:
             if self._refusal is not None and not outputs:
                 raise self._refusal
             heartbeat, self._heartbeat = self._heartbeat, None
+            self._is_named = True
             is_last = self.finished and not has_more
             if outputs or is_last:  # who resumes may lack only the last message
                 self.num_taken += 1

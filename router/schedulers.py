@@ -262,9 +262,12 @@ class Schedulers:
 
     def _refused(self, live: LiveRequest, refusal: Refusal) -> None:
         here = self._places[live.handle]
+        if refusal.reason == "REQUEST_ID_IN_USE" and live.rename():
+            return here.submit(live)
         self._refusing.setdefault(live.handle, set()).add(here)
         if refusal.code not in _ELSEWHERE or not (self._move(live) or here.draining):
             live.fail(refusal)
+        return None
 
     def _changed(self) -> None:
         """A scheduler has come, gone, or said something new of itself."""

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import replace
+from functools import partial
 
 import grpc
 
@@ -11,7 +12,7 @@ from protos import session_pb2
 from protos.errors import Refusal, Violation, invalid_argument, taken_over, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.rpc import PUBLIC_MESSAGE_BYTES
-from router.calls import ClientCalls
+from router.calls import ClientCall, ClientCalls
 from router.check import (
     MAX_REQUEST_ID_BYTES,
     CheckedRequest,
@@ -211,6 +212,7 @@ class GenerationService:
                 on_stop=lambda stream: self._schedulers.stop_sequence(handle, stream),
                 trace=call.trace,
                 whole=whole,
+                on_id_in_use=None if request.request_id else partial(self._rename, tenant=tenant, call=call),
             )
             self._schedulers.submit(live, context.time_remaining(), holder)
         except BaseException:
@@ -239,7 +241,15 @@ class GenerationService:
         if not header_id:
             return f"req-{secrets.token_hex(8)}"
         is_taken = self._tenants.scoped(tenant, header_id) in self._live
-        return f"{header_id}-{secrets.token_hex(4)}" if is_taken else header_id
+        return _suffixed(header_id) if is_taken else header_id
+
+    def _rename(self, live: LiveRequest, tenant: Tenant, call: ClientCall) -> None:
+        """Gives a request that brings no id another one, since a request at another router has this one."""
+        del self._live[live.request.scoped_id]
+        call.request_id = request_id = _suffixed(call.header_id)
+        scoped_id = self._tenants.scoped(tenant, request_id)
+        live.request = replace(live.request, request_id=request_id, scoped_id=scoped_id)
+        self._live[scoped_id] = live
 
     def _of_tenant(self, request: CheckedRequest, tenant: Tenant) -> CheckedRequest:
         """The same request, apart from those of other tenants."""
@@ -323,6 +333,10 @@ class _Admission:
 def _resumes(request: pb.GenerateRequest, held: LiveRequest | None) -> bool:
     """Whether a request goes on with one that another call has; nobody but who began that knows its seed."""
     return held is not None and request.HasField("resume") and held.request.sampling.seed == request.resume.seed
+
+
+def _suffixed(header_id: str) -> str:
+    return f"{header_id or 'req'}-{secrets.token_hex(4)}"
 
 
 async def _tell_id(live: LiveRequest, context: grpc.aio.ServicerContext) -> None:

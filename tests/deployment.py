@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,15 @@ class Service:
         """Memory it has now."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """It does nothing meanwhile."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """SIGTERM, and exit code 0 within its time."""
@@ -71,10 +80,15 @@ class Deployment:
 
     async def idle(self) -> introspection_pb2.SchedulerState:
         """The state once nothing is live; no block may be held then."""
+        state = await self.having(0)
+        assert state.block_pool.num_held == 0
+        return state
+
+    async def having(self, num_live: int) -> introspection_pb2.SchedulerState:
+        """The state once so many requests are live."""
         while True:
             state = await self.state()
-            if state.num_running + state.num_waiting == 0:
-                assert state.block_pool.num_held == 0
+            if state.num_running + state.num_waiting == num_live:
                 return state
             await asyncio.sleep(0.01)
 

@@ -41,6 +41,12 @@ def test_a_prompt_cut_anywhere_never_leaks_into_the_text(tokenizer, prompt, text
     assert (prompt + text).endswith(whole)
 
 
+@given(prompt=st.text(alphabet="aé\ufffd", max_size=12), text=st.text(alphabet="bé\ufffd", max_size=5))
+@settings(deadline=None)
+def test_a_prompt_that_ends_in_replacement_characters_keeps_them(tokenizer, prompt, text):
+    assert "".join(stream(tokenizer, (text + ".").encode(), prompt=prompt.encode())) == text + "."
+
+
 def test_bytes_that_are_no_character_are_not_held_for_ever(tokenizer):
     pieces = stream(tokenizer, b"\x80" * 40 + b"ok")
     assert "".join(pieces).endswith("ok")
@@ -84,6 +90,41 @@ def test_the_match_that_ends_first_wins_and_of_two_that_end_together_the_longer(
 def test_cjk_and_emoji_stop_strings_match():
     assert show(["漢字"], ["あ漢", "字い"]) == ("あ", "漢字")
     assert show(["🙂"], ["a🙂b"], include=True) == ("a🙂", "🙂")
+
+
+def test_a_stop_string_that_begins_before_it_counts_is_found_and_one_that_ends_there_is_not():
+    matcher = StopStrings(["END", "ND"], include=False)
+    assert matcher.push("a END b", counts=False) == "a END b"
+    assert matcher.push("c EN", counts=False) == "c "
+    assert matcher.push("D") == Match("", "END")
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=20),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    num_held_off=st.integers(0, 20),
+)
+@settings(deadline=None)
+def test_the_first_match_that_ends_where_it_counts_ends_the_text(text, stops, num_held_off):
+    matcher = StopStrings(stops, include=False)
+    shown, match = "", None
+    for place, character in enumerate(text):
+        found = matcher.push(character, counts=place >= num_held_off)
+        if isinstance(found, Match):
+            shown, match = shown + found.text, found.stop
+            break
+        shown += found
+    ends = [
+        (end, -len(stop), stop)
+        for end in range(num_held_off + 1, len(text) + 1)
+        for stop in stops
+        if text[:end].endswith(stop)
+    ]
+    if ends:
+        end, _, stop = min(ends)
+        assert (shown, match) == (text[: end - len(stop)], stop)
+    else:
+        assert (shown + matcher.flush(), match) == (text, None)
 
 
 @given(

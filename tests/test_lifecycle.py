@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 import pytest
 from cluster import Cluster, cluster, free_port
-from deployment import Service
 from fakes import TEXT, pass_on
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
@@ -45,15 +44,6 @@ async def text_of(call) -> str:
 
 def open_channel(target: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)])
-
-
-@contextlib.contextmanager
-def suspended(service: Service) -> Iterator[None]:
-    service.process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        service.process.send_signal(signal.SIGCONT)
 
 
 class Health:
@@ -93,7 +83,7 @@ async def watched(site: Cluster) -> AsyncIterator[tuple[GenerationServiceStub, H
 
 async def test_an_idle_worker_that_is_suspended_is_noticed_and_so_is_its_return(site):
     async with watched(site) as (stub, router, scheduler):
-        with suspended(site.worker):
+        with site.worker.suspended():
             await scheduler.becomes(serving=False)
             await router.becomes(serving=False)
             waiting = asyncio.ensure_future(stub.Complete(asked(3)))
@@ -108,7 +98,7 @@ async def test_a_busy_worker_that_is_suspended_interrupts_streams_and_ends_none(
     async with watched(site) as (stub, router, scheduler):
         stream = stub.Generate(asked(60))
         text = (await stream.read()).outputs[0].text
-        with suspended(site.worker):
+        with site.worker.suspended():
             await scheduler.becomes(serving=False)
             await router.becomes(serving=False)
         assert text + await text_of(stream) == said(60)
@@ -120,7 +110,7 @@ async def test_a_scheduler_that_is_suspended_is_noticed_by_its_router_and_what_c
     async with watched(site) as (stub, router, _):
         stream = stub.Generate(asked(60))
         text = (await stream.read()).outputs[0].text
-        with suspended(site.scheduler):
+        with site.scheduler.suspended():
             await router.becomes(serving=False)
             waiting = asyncio.ensure_future(stub.Complete(asked(3)))
         assert text + await text_of(stream) == said(60)
@@ -131,7 +121,7 @@ async def test_a_scheduler_that_is_suspended_is_noticed_by_its_router_and_what_c
 async def test_a_router_that_is_suspended_does_not_blame_its_scheduler_for_it(site):
     (service,) = site.routers.values()
     async with watched(site) as (stub, router, _):
-        with suspended(service):
+        with service.suspended():
             await asyncio.sleep(2)  # longer than a scheduler may be silent
         assert (await stub.Complete(asked(80))).outputs[0].text == said(80)
         assert router.told.empty()
@@ -216,7 +206,7 @@ async def test_an_aged_connection_keeps_its_stream_while_new_calls_go_to_another
             while channel.get_state() is grpc.ChannelConnectivity.READY:
                 await asyncio.sleep(0.01)
             first, second = running.routers.values()
-            with suspended(first):  # who answers now is the other
+            with first.suspended():  # who answers now is the other
                 assert (await stub.Complete(asked(3), timeout=WITHIN_S)).outputs[0].text == said(3)
             assert balancer.num_connections == 2
             assert text + await text_of(stream) == said(150)

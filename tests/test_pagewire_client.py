@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_type_hints
 
 import grpc
@@ -259,6 +260,16 @@ def test_breaking_out_of_a_loop_cancels_the_request(client, fake):
     assert fake.ended.wait(WAIT_S)
 
 
+def test_closing_a_stream_ends_the_thread_that_reads_it(client, fake):
+    fake.script = endless(fake)
+    stream = client.stream("Hi")
+    assert next(stream).text == "first"
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(list, stream)
+        stream.close()
+        assert rest.result(WAIT_S) == []
+
+
 def test_a_finished_stream_is_not_cancelled(client, fake):
     with client.stream("Hi") as stream:
         list(stream)
@@ -311,6 +322,40 @@ async def test_cancelling_the_task_cancels_the_request(target, fake):
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await asyncio.to_thread(fake.ended.wait, WAIT_S)
+
+
+async def test_closing_an_async_stream_ends_who_reads_it(target, fake):
+    fake.script = endless(fake)
+    async with AsyncClient(target) as client:
+        stream = client.stream("Hi")
+        assert (await anext(stream)).text == "first"
+        rest = asyncio.create_task(_all_of(stream))
+        await asyncio.sleep(0)  # until it waits
+        await stream.aclose()
+        assert await asyncio.wait_for(rest, WAIT_S) == []
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_closing_the_async_client_is_an_error_to_who_waits_and_cancels_no_task(target, fake, resumable):
+    def script(request):
+        yield pb.GenerateResponse(outputs=[pb.Output(text="first")], seed=5 if resumable else None)
+        fake.ended.wait(WAIT_S)
+
+    fake.script = script
+    client = AsyncClient(target)
+    stream = client.stream("Hi")
+    assert (await anext(stream)).text == "first"
+    rest, whole = asyncio.create_task(_all_of(stream)), asyncio.create_task(client.generate("Hi"))
+    await asyncio.sleep(0)
+    await client.close()
+    for task in (rest, whole):
+        with pytest.raises(errors.Cancelled):
+            await asyncio.wait_for(task, WAIT_S)
+    assert await asyncio.to_thread(fake.ended.wait, WAIT_S)
+
+
+async def _all_of(stream) -> list[str]:
+    return [delta.text async for delta in stream]
 
 
 async def test_many_streams_run_at_once(target):

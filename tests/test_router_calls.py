@@ -1,13 +1,21 @@
 """The router's line for each call, and the id that a call goes by."""
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
-from fakes import FakeWorker, control_plane, request
+from fakes import ControlPlane, FakeWorker, control_plane, request, running
 
+import router.__main__ as router_main
 from protos.pagewire.v1 import generation_pb2 as pb
+from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
+from protos.rpc import dial, wait_for_serving
+from router.config import RouterSettings
+from router.tokenizer import Tokenizer
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -152,6 +160,49 @@ async def test_requests_that_share_a_header_live_side_by_side():
         ids = sorted([(await _id_of(call))[1] for call in calls])
         assert ids[0] == "shared"
         assert ids[1].startswith("shared-")
+
+
+@contextlib.asynccontextmanager
+async def another_router(plane: ControlPlane) -> AsyncIterator[GenerationServiceStub]:
+    """Beside the first one, with a session of its own to the same scheduler."""
+    address = f"unix:{plane.directory}/other"
+    settings = RouterSettings(model=plane.directory, listen=address, scheduler=plane.scheduler_address)
+    tokenizer = Tokenizer(Path(plane.directory) / "model")
+    async with running(lambda stop: router_main.serve(settings, tokenizer, stop)), dial(address) as channel:
+        await wait_for_serving(channel)
+        yield GenerationServiceStub(channel)
+
+
+async def test_requests_that_share_a_header_live_side_by_side_at_two_routers():
+    """An application that hands its caller's header on asks for several answers at once, and a mesh spreads them."""
+    worker = FakeWorker()
+    async with control_plane(worker) as plane, another_router(plane) as other:
+        worker.gate.clear()
+        named = (("x-request-id", "shared"),)
+        first = plane.generation.Complete(request(max_tokens=2), metadata=named)
+        await plane.until(lambda state: state.num_running + state.num_waiting == 1)
+        second = other.Complete(request(max_tokens=2), metadata=named)
+        await plane.until(lambda state: state.num_running + state.num_waiting == 2)
+        worker.gate.set()
+        assert await _id_of(first) == ("shared", "shared")
+        header, message = await _id_of(second)
+        assert header == message
+        assert header.startswith("shared-")
+
+
+async def test_an_id_of_the_clients_own_is_refused_where_another_router_has_it():
+    worker = FakeWorker()
+    wanted = request(max_tokens=2)
+    wanted.request_id = "mine"
+    async with control_plane(worker) as plane, another_router(plane) as other:
+        worker.gate.clear()
+        first = plane.generation.Complete(wanted)
+        await plane.until(lambda state: state.num_running + state.num_waiting == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await other.Complete(wanted)
+        assert info.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        worker.gate.set()
+        await first
 
 
 async def test_a_header_that_is_too_long_is_refused_by_its_name():

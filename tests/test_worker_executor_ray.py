@@ -180,7 +180,8 @@ def test_a_model_that_a_node_does_not_have_is_named_with_the_rank_and_the_host(j
 def test_a_cluster_without_room_says_what_it_has(checkpoint, join, monkeypatch):
     monkeypatch.setattr("worker.executor.ray._PLACEMENT_S", 0.5)
     executor = join(checkpoint, pipeline_parallel_size=2)
-    with pytest.raises(ModelError, match="4 ranks want a CPU each, and the cluster of Ray has 2, 2 of them free"):
+    # How many are free is Ray's own count, which those of ranks that were killed take a while to come back to.
+    with pytest.raises(ModelError, match="4 ranks want a CPU each, and the cluster of Ray has 2, [012] of them free"):
         executor.load(pytest.fail)
 
 
