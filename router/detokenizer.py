@@ -1,6 +1,6 @@
 """Token ids of one sequence to text as they come: whole characters, and nothing that a stop string may yet claim."""
 
-import os.path
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ class Detokenizer:
             return ""
         self._pending.clear()
         if self._prompt_rest:
-            text = text[len(os.path.commonprefix([self._prompt_rest, text])) :]
+            text = text[_num_common(self._prompt_rest, text) :]
             self._prompt_rest = ""
         return text
 
@@ -62,10 +62,15 @@ class Detokenizer:
 
 def _last_border(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
     """How many of `token_ids` come before the character that they end within; all, where they end with a whole one."""
-    ends_whole = (
-        num for num in range(len(token_ids), 0, -1) if not tokenizer.decode(token_ids[:num]).endswith("\ufffd")
-    )
-    return next(ends_whole, 0)
+    for num in range(len(token_ids), 0, -1):
+        if not tokenizer.decode(token_ids[:num]).endswith("\ufffd"):
+            return num
+    return 0
+
+
+def _num_common(a: str, b: str) -> int:
+    """How many characters both begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,7 +333,7 @@ class LiveRequest:
         return self._num_lost
 
     def rename(self) -> bool:
-        """Takes another id, since this one is in use elsewhere; False where its client brought it, or was told of it."""
+        """Takes another id, since this one is in use elsewhere; False where its client brought it, or was told it."""
         if self._on_id_in_use is None or self._is_named:
             return False
         self._on_id_in_use(self)

@@ -181,7 +181,7 @@ def test_a_cluster_without_room_says_what_it_has(checkpoint, join, monkeypatch):
     monkeypatch.setattr("worker.executor.ray._PLACEMENT_S", 0.5)
     executor = join(checkpoint, pipeline_parallel_size=2)
     # How many are free is Ray's own count, which those of ranks that were killed take a while to come back to.
-    with pytest.raises(ModelError, match="4 ranks want a CPU each, and the cluster of Ray has 2, [012] of them free"):
+    with pytest.raises(ModelError, match=r"4 ranks want a CPU each, and the cluster of Ray has 2, [012] of them free"):
         executor.load(pytest.fail)
 
 
