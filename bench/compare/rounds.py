@@ -20,7 +20,7 @@ from pagewire.bench import BenchError, Record, Workload, metrics
 # Requests a second of w4: of the goals, of all runs before the search, and where the search ends.
 GOAL_RATE = 4.2
 RATES = (GOAL_RATE / 2, GOAL_RATE)
-LOWEST_RATE, HIGHEST_RATE = 0.5, 16.8
+LOWEST_RATE, HIGHEST_RATE = 0.5, 33.6
 TPOT_LIMIT_MS = 50.0
 # A search ends when the lowest rate that failed is within this factor of the highest one that did not.
 _NARROW = 1.1
