@@ -3,6 +3,8 @@
 import functools
 import itertools
 import json
+import os
+import sys
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -13,6 +15,7 @@ from rich.console import Console
 
 from bench.compare import __main__ as program
 from bench.compare import report, variants
+from bench.compare.drivers import lines
 from bench.compare.drivers.lines import Request, play_in_steps
 from bench.compare.engine import Command, Engine, EngineError
 from bench.compare.install import InstallError, Peers, wheel_requirements
@@ -22,6 +25,26 @@ from bench.compare.variants import OURS, VARIANTS, Variant
 from bench.control_plane import write_byte_tokenizer
 from pagewire.bench import Record, metrics
 from pagewire.processes import start_ticks
+
+# Its requests are tasks of a group.
+DRIVER_OF_SEVERAL = """
+import lines
+
+class Several:
+    version, pids, started_at = "7", [], None
+
+    def __init__(self, model, options):
+        pass
+
+    def play(self, requests):
+        raise ExceptionGroup("unhandled errors", [ExceptionGroup("within", [ValueError("out of luck")])])
+
+    def close(self):
+        pass
+
+lines.serve(Several)
+"""
+
 
 # Installing
 
@@ -147,6 +170,18 @@ def test_a_run_that_fails_is_told_with_its_reason(tmp_path):
         engine.close()
 
 
+def test_what_fails_among_requests_at_once_is_told_by_its_own_name(tmp_path):
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER_OF_SEVERAL)
+    environment = os.environ | {"PYTHONPATH": str(Path(lines.__file__).parent)}
+    engine = Engine(Command((sys.executable, str(driver), "model", "{}"), environment, tmp_path / "driver.log"))
+    try:
+        with pytest.raises(EngineError, match=r"^ValueError: out of luck$"):
+            engine.play([Record([1], 2)])
+    finally:
+        engine.close()
+
+
 def test_an_answer_of_another_length_is_no_result(tmp_path):
     engine = Engine(command(tmp_path, short=1))
     try:
@@ -268,7 +303,7 @@ def test_everything_is_shown_and_written(tmp_path, fake_drivers):
     assert [(run["round"], run["test"], run["rate"]) for run in runs] == [
         (number, test, rate)
         for number in range(2)
-        for test, rate in (("w1", None), ("w4", 2.1), ("w4", 4.2), ("w4", 8.4))
+        for test, rate in (("w1", None), ("w4", 2.1), ("w4", 4.2), ("w4", 11.88))
     ]
     assert all(run["metrics"]["ttft_p99_ms"] == 200 for run in runs)
 

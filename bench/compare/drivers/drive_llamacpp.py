@@ -66,7 +66,8 @@ class LlamaCpp:
 
     async def _connect(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            # Each request has a connection of its own: one that is kept ends while the server is suspended.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=1 << 20,
         )

@@ -76,6 +76,8 @@ def serve(load: Callable[[str, dict[str, Any]], Engine]) -> None:
                 engine.play(requests)
             except Exception as error:
                 traceback.print_exc()
+                while isinstance(error, ExceptionGroup):
+                    error = error.exceptions[0]
                 answer(error=f"{type(error).__name__}: {error}")
             else:
                 answer(times=[request.times for request in requests], tokens=[request.tokens for request in requests])
