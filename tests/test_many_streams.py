@@ -63,10 +63,18 @@ async def stream(stub: GenerationServiceStub, number: int, num_tokens: int) -> R
     return None
 
 
+def opened(
+    each: list[GenerationServiceStub], num_streams: int, num_tokens: int
+) -> "list[asyncio.Task[Refusal | None]]":
+    """All at once."""
+    calls = (stream(each[number % NUM_CONNECTIONS], number, num_tokens) for number in range(num_streams))
+    return [asyncio.create_task(call) for call in calls]
+
+
 async def burst(target: str, num_streams: int, num_tokens: int) -> list[Refusal]:
     """Opens all at once; gives the refusals."""
     async with stubs(target) as each:
-        calls = (stream(each[number % NUM_CONNECTIONS], number, num_tokens) for number in range(num_streams))
+        calls = opened(each, num_streams, num_tokens)
         return [refusal for refusal in await asyncio.gather(*calls) if refusal is not None]
 
 
@@ -95,7 +103,7 @@ async def test_a_burst_over_the_routers_limit_is_refused_with_a_delay_and_the_re
     async with stubs(f"127.0.0.1:{port}") as each:
         # Nobody is done before all are opened, however fast the service is.
         with running.worker.suspended():
-            calls = [asyncio.ensure_future(stream(each[number % NUM_CONNECTIONS], number, 3)) for number in range(4000)]
+            calls = opened(each, 4000, 3)
             refusals = [await call for call in itertools.islice(asyncio.as_completed(calls), 3500)]
         assert {(refusal.code, refusal.reason) for refusal in refusals} == {
             (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
