@@ -38,7 +38,7 @@ from pagewire.resumption import Resumption
 from protos.errors import Refusal
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
-from protos.rpc import PUBLIC_MESSAGE_BYTES
+from protos.rpc import PUBLIC_MESSAGE_BYTES, options_towards
 
 # Calls of one answer are made again where nothing of it can have come (gRFC A6); streams see to that themselves.
 _RETRIES = {
@@ -224,7 +224,7 @@ class Client:
 
     def __init__(self, target: str = DEFAULT_TARGET, access: Access = _OPEN) -> None:
         self.target = target
-        self._channel = access.channel(target, CHANNEL_OPTIONS)
+        self._channel = access.channel(target, [*CHANNEL_OPTIONS, *options_towards(target)])
         self._metadata = access.metadata
         self._stub = GenerationServiceStub(self._channel)
 
@@ -293,7 +293,7 @@ class AsyncClient:
 
     def __init__(self, target: str = DEFAULT_TARGET, access: Access = _OPEN) -> None:
         self.target = target
-        self._channel = access.aio_channel(target, CHANNEL_OPTIONS)
+        self._channel = access.aio_channel(target, [*CHANNEL_OPTIONS, *options_towards(target)])
         self._metadata = access.metadata
         self._stub = GenerationServiceStub(self._channel)
 

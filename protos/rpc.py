@@ -81,6 +81,15 @@ def client_options() -> list[tuple[str, int]]:
     ]
 
 
+def options_towards(address: str) -> list[tuple[str, int]]:
+    """Options of a client's channel that its address asks for."""
+    if not address.startswith(("unix:", "unix-abstract:")):
+        return []
+    # gRPC times pings to estimate bandwidth. Where a server that drains has closed behind a stream's last bytes, a
+    # ping into a Unix socket fails at once (TCP takes it), and gRPC drops what it has not read: that stream's end.
+    return [("grpc.http2.bdp_probe", 0)]
+
+
 def dial(address: str, tls: ClientTls | None = None, server_name: str = "") -> grpc.aio.Channel:
     """A channel between our own processes.
 
@@ -92,7 +101,7 @@ def dial(address: str, tls: ClientTls | None = None, server_name: str = "") -> g
     Raises:
         TlsError: the files of `tls` can not be used.
     """
-    options: list[tuple[str, int | str]] = [*client_options()]
+    options: list[tuple[str, int | str]] = [*client_options(), *options_towards(address)]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     if address.startswith("unix:"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 END_STREAM, END_HEADERS = 1, 4
+MAGIC = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEADER_TABLE_SIZE, _INITIAL_WINDOW_SIZE = 1, 4
 
 
@@ -18,7 +19,7 @@ def preface(window: int = 65535) -> bytes:
     """How a connection begins; each stream may be sent `window` bytes before it says more."""
     # Without a table of headers the server's come as they are.
     settings = struct.pack(">HIHI", _HEADER_TABLE_SIZE, 0, _INITIAL_WINDOW_SIZE, window)
-    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, settings)
+    return MAGIC + frame(SETTINGS, 0, 0, settings)
 
 
 def header_block(*pairs: tuple[bytes, bytes]) -> bytes:

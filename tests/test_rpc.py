@@ -10,7 +10,20 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from http2_frames import DATA, END_HEADERS, END_STREAM, HEADERS, frame, grpc_message, opening, preface
+from http2_frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    MAGIC,
+    PING,
+    SETTINGS,
+    frame,
+    grpc_message,
+    header_block,
+    opening,
+    preface,
+)
 
 from protos import rpc
 from protos.errors import Refusal
@@ -208,3 +221,31 @@ def test_servers_let_clients_ping_every_ten_seconds_and_notice_themselves_when_o
     assert (
         dict(rpc.client_options())["grpc.keepalive_time_ms"] >= options["grpc.http2.min_ping_interval_without_data_ms"]
     )
+
+
+async def test_a_client_at_a_unix_socket_writes_no_pings_behind_what_it_receives(tmp_path):
+    """One that is written when the server has closed already would cost the client what it has not read."""
+    frames: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(len(MAGIC))
+        writer.write(frame(SETTINGS, 0, 0))
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readexactly(9)
+                await reader.readexactly(int.from_bytes(head[:3]))
+                frames.append(head[3])
+                stream = int.from_bytes(head[5:])
+                if head[3] == HEADERS:
+                    begun = header_block((b":status", b"200"), (b"content-type", b"application/grpc"))
+                    writer.write(frame(HEADERS, END_HEADERS, stream, begun))
+                    writer.write(frame(DATA, 0, stream, grpc_message(b"token")))
+        writer.close()
+
+    path = tmp_path / "socket"
+    async with await asyncio.start_unix_server(serve, path), rpc.dial(f"unix:{path}") as channel:
+        # What a call writes is behind what the answer to the one before made the client write.
+        for _ in range(3):
+            assert await say(channel).read() == b"token"
+    assert frames.count(HEADERS) == 3
+    assert PING not in frames
