@@ -7,8 +7,9 @@ from pathlib import Path
 from bench.compare.rounds import TPOT_LIMIT_MS, Run
 
 _PANELS = (("tpot_p50_ms", "TPOT p50, ms"), ("ttft_p99_ms", "TTFT p99, ms"))
-# Ours first.
+# Ours first. Engines that there are no colours left for have the same ones, dashed.
 _COLOURS = ("#d62728", "#4c78a8", "#f2b134", "#54a24b", "#b279a2", "#9d755d")
+_LINES = ("o-", "s--", "^:")
 
 
 def points(runs: Sequence[Run], engine: str, metric: str) -> list[tuple[float, float, float]]:
@@ -39,12 +40,13 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     from matplotlib.ticker import StrMethodFormatter
 
     engines = list(dict.fromkeys(run.engine for run in runs if run.rate is not None))
-    figure, panels = pyplot.subplots(1, len(_PANELS), figsize=(11, 4.4))
+    figure, panels = pyplot.subplots(1, len(_PANELS), figsize=(11, 5.2), layout="constrained")
     for panel, (metric, label) in zip(panels, _PANELS, strict=True):
         for place, engine in enumerate(engines):
             rates, throughputs, latencies = zip(*points(runs, engine, metric), strict=True)
-            colour = _COLOURS[place % len(_COLOURS)]
-            panel.plot(throughputs, latencies, "o-", label=engine, color=colour, markersize=4, linewidth=1.2)
+            cycle, colour = place // len(_COLOURS) % len(_LINES), _COLOURS[place % len(_COLOURS)]
+            style = {"label": engine, "color": colour, "markersize": 4, "linewidth": 1.2}
+            panel.plot(throughputs, latencies, _LINES[cycle], **style, markerfacecolor="white" if cycle else colour)
             for rate, x, y in zip(rates, throughputs, latencies, strict=True):
                 panel.annotate(f"{rate:g}", (x, y), (3, 3), textcoords="offset points", fontsize=7, color=colour)
         panel.set_yscale("log")
@@ -56,8 +58,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         panel.grid(alpha=0.3, which="both")
     panels[0].axhline(TPOT_LIMIT_MS, color="grey", linestyle=":", linewidth=1)
     if engines:
-        panels[0].legend(fontsize=8)
+        figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=5)
     figure.suptitle("w4: Poisson arrivals, in an open loop; beside each point its requests a second", fontsize=10)
-    figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
