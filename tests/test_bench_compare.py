@@ -1,5 +1,6 @@
 """The comparison with the peers: its prompts, its order of runs, its arithmetic, and what it shows."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -368,10 +369,13 @@ def test_the_picture_shows_the_median_of_each_rate_by_rate():
     assert plot.points(runs, "a", "tpot_p50_ms") == [(2.1, 8, 4.0), (4.2, 20, 7.0)]
 
 
-def test_the_picture_is_drawn(tmp_path):
+def test_the_picture_is_drawn_with_a_line_of_its_own_for_each_engine(tmp_path):
     pytest.importorskip("matplotlib")
     figures = {"out_tok_s": 10.0, "tpot_p50_ms": 5.0, "ttft_p99_ms": 50.0}
-    runs = [run_of(engine, 0, "w4", rate, **figures) for engine in ("ours", "peer") for rate in RATES]
+    names = [each.name for each in VARIANTS if "w4" in each.tests]
+    runs = [run_of(engine, 0, "w4", rate, **figures) for engine in names for rate in RATES]
     plot.draw(runs, tmp_path / "w4.svg")
     drawn = (tmp_path / "w4.svg").read_text()
-    assert all(word in drawn for word in ("ours", "peer", "output tokens/s", "TTFT p99"))
+    assert all(word in drawn for word in (*names, "output tokens/s", "TTFT p99"))
+    lines = re.findall(r"fill: none; (?:stroke-dasharray: ([^;]+);[^\"]*? )?stroke: (#\w+); stroke-width: 1.2", drawn)
+    assert len(set(lines)) == len(names)
