@@ -1,5 +1,6 @@
 """The picture of the comparison: throughput against latency of w4, at all rates that were played."""
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 from bench.compare.rounds import TPOT_LIMIT_MS, Run
 
 _PANELS = (("tpot_p50_ms", "TPOT p50, ms"), ("ttft_p99_ms", "TTFT p99, ms"))
-# Ours first. Engines that there are no colours left for have the same ones, dashed.
+# Ours first. Engines that there are no colours left for have the same ones with the next line and marker.
 _COLOURS = ("#d62728", "#4c78a8", "#f2b134", "#54a24b", "#b279a2", "#9d755d")
 _LINES = ("o-", "s--", "^:")
 
@@ -40,13 +41,12 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     from matplotlib.ticker import StrMethodFormatter
 
     engines = list(dict.fromkeys(run.engine for run in runs if run.rate is not None))
+    styles = list(itertools.product(_LINES, _COLOURS))
     figure, panels = pyplot.subplots(1, len(_PANELS), figsize=(11, 5.2), layout="constrained")
     for panel, (metric, label) in zip(panels, _PANELS, strict=True):
-        for place, engine in enumerate(engines):
+        for engine, (line, colour) in zip(engines, itertools.cycle(styles), strict=False):
             rates, throughputs, latencies = zip(*points(runs, engine, metric), strict=True)
-            cycle, colour = place // len(_COLOURS) % len(_LINES), _COLOURS[place % len(_COLOURS)]
-            style = {"label": engine, "color": colour, "markersize": 4, "linewidth": 1.2}
-            panel.plot(throughputs, latencies, _LINES[cycle], **style, markerfacecolor="white" if cycle else colour)
+            panel.plot(throughputs, latencies, line, label=engine, color=colour, markersize=4, linewidth=1.2)
             for rate, x, y in zip(rates, throughputs, latencies, strict=True):
                 panel.annotate(f"{rate:g}", (x, y), (3, 3), textcoords="offset points", fontsize=7, color=colour)
         panel.set_yscale("log")
