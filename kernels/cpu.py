@@ -33,7 +33,16 @@ from kernels.cpu_forms import (
     misfit_row,
     misfit_slot,
 )
-from kernels.cpu_linear import CpuLinear, Panels, as_integers, coded, in_order, packed_as_int8, packed_plainly
+from kernels.cpu_linear import (
+    CpuLinear,
+    Functions,
+    Panels,
+    as_integers,
+    coded,
+    in_order,
+    packed_as_int8,
+    packed_plainly,
+)
 from kernels.cpu_meeting import CpuMeeting
 from kernels.forms import check_attention, check_dtypes, check_reach, check_sampling, form
 
@@ -51,6 +60,8 @@ _GATE = (c_int, c_void_p, c_void_p, c_int64, c_int64, *_THREADS)
 
 # Where the time to decode a weight hides behind that of reading it.
 _CODING_LEVELS = ("avx2", "avx512", "avx512_bf16", "amx_bf16", "amx_model")
+# With dot products of 8 bits.
+SCREENING_LEVELS = ("avx512", "avx512_bf16")
 
 
 class KernelsUnavailable(Exception):
@@ -95,6 +106,7 @@ class CpuKernels:
         self._sample_tokens = function("sample_tokens", _SAMPLING, c_int)
         self._linear = function("linear", cpu_linear.ARGUMENTS, c_int)
         self._score_outputs = function("score_outputs", cpu_linear.SCORE, c_int)
+        self._write_screen = function("write_screen", cpu_linear.WRITE_SCREEN, c_int)
         self._encode = function("encode", cpu_linear.ENCODE, c_int64)
         self._encode_integers = function("encode_integers", cpu_linear.ENCODE_INTEGERS, c_int)
         self._decode = function("decode", cpu_decoder.ARGUMENTS, c_int)
@@ -323,10 +335,13 @@ class CpuKernels:
     def _pack(self, weight: Tensor, bias: Tensor | None, panels: Panels, *, widened: bool, gated: bool) -> CpuLinear:
         if widened and gated:
             raise ValueError("what a gate gives is not widened")
-        run, score = (partial(each, DTYPES[weight.dtype]) for each in (self._linear, self._score_outputs))
-        return CpuLinear(
-            run, score, weight, bias, panels, widened=widened, gated=gated, threads=(self._region, self._num_threads)
+        functions = Functions(
+            multiply=partial(self._linear, DTYPES[weight.dtype]),
+            score=partial(self._score_outputs, DTYPES[weight.dtype]),
+            write_screen=self._write_screen if self.level in SCREENING_LEVELS else None,
         )
+        threads = (self._region, self._num_threads)
+        return CpuLinear(functions, weight, bias, panels, widened=widened, gated=gated, threads=threads)
 
     def _encode_weight_as_integers(self, *arguments: int) -> int:
         return self._encode_integers(*arguments, self._region, self._num_threads)

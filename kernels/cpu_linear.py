@@ -19,12 +19,14 @@ from kernels.forms import form
 from kernels.reference import quantized
 
 _PANEL = 32
-# Bytes of what csrc/coded.hpp calls CodedPanel and CodedPair, and csrc/integers.hpp IntegerPair.
-_CODED_HEAD, _CODED_PAIR, _INTEGER_PAIR = 64, 192, 192
+# Bytes of what csrc/coded.hpp calls CodedPanel and CodedPair, csrc/integers.hpp IntegerPair, and csrc/screening.hpp
+# ScreenPanel.
+_CODED_HEAD, _CODED_PAIR, _INTEGER_PAIR, _SCREEN_HEAD = 64, 192, 192, 128
 # An exception takes 8 bytes, and some nanoseconds: with one for fewer values than these, coding would not pay.
 _FEWEST_PER_EXCEPTION = 256
 ARGUMENTS = (c_int, c_void_p, c_int64, c_int, *[c_void_p] * 5, *[c_int] * 5, c_void_p, c_int)
-SCORE = (c_int, c_void_p, c_int64, c_int, *[c_void_p] * 7, *[c_int] * 3, c_void_p, c_int)
+SCORE = (c_int, c_void_p, c_int64, c_int, *[c_void_p] * 9, *[c_int] * 3, c_void_p, c_int)
+WRITE_SCREEN = (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p, c_int)
 ENCODE = (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_int)
 ENCODE_INTEGERS = (c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p, c_int)
 
@@ -68,12 +70,25 @@ class Panels(NamedTuple):
     exceptions: Tensor | None = None
 
 
+class Functions(NamedTuple):
+    """The library's, for a layer's dtype.
+
+    Attributes:
+        multiply: computes the outputs.
+        score: computes what these come to as logits.
+        write_screen: makes what `score` knows by which outputs it needs; None at levels without.
+    """
+
+    multiply: Callable[..., int]
+    score: Callable[..., int]
+    write_screen: Callable[..., int] | None
+
+
 class CpuLinear:
     """y = x W^T + b for one weight, in one dtype; see `reference.linear`.
 
     Args:
-        run: the library's function for the dtype.
-        score: likewise, for what the outputs come to as logits.
+        functions: the library's, for the dtype.
         weight: [num_outputs, num_inputs], as it was.
         bias: [num_outputs], or None.
         panels: the weight as it was packed.
@@ -90,8 +105,7 @@ class CpuLinear:
 
     def __init__(
         self,
-        run: Callable[..., int],
-        score: Callable[..., int],
+        functions: Functions,
         weight: Tensor,
         bias: Tensor | None,
         panels: Panels,
@@ -104,15 +118,22 @@ class CpuLinear:
         self.dtype, self.is_gated, self.form = weight.dtype, gated, panels.form
         if bias is not None and (bias.shape != (num_outputs,) or bias.dtype != weight.dtype):
             raise ValueError(f"bias {form(bias)} does not fit weight {form(weight)}")
-        self._run, self._score = run, score
+        self._multiply, self._score, self._write_screen = functions
         self._bias = None if bias is None else _interleaved(bias) if gated else bias.contiguous()
         self._panels = panels
         self._out_size = num_outputs // 2 if gated else num_outputs
         self._out_dtype = torch.float32 if widened else weight.dtype
         tensors = (*panels[1:], self._bias)
         self._addresses = (int(panels.form), *(None if each is None else each.data_ptr() for each in tensors))
+        # Of `score`: see `make_screen`.
+        self._screen: tuple[Tensor, Tensor] | None = None
         self._threads = threads
         self._tail = (num_outputs, num_inputs, int(gated), int(widened), *threads)
+
+    @property
+    def has_screen(self) -> bool:
+        """Whether `make_screen` made one."""
+        return self._screen is not None
 
     @property
     def weights(self) -> Weights:
@@ -131,9 +152,27 @@ class CpuLinear:
             out = torch.empty(num_tokens, self._out_size, dtype=self._out_dtype)
         elif out.shape != (num_tokens, self._out_size) or out.dtype != self._out_dtype or not out.is_contiguous():
             raise ValueError(f"out {form(out)} is no room for [{num_tokens}, {self._out_size}] {self._out_dtype}")
-        if self._run(x.data_ptr(), x.stride(0), *self._addresses, out.data_ptr(), num_tokens, *self._tail) != -1:
+        if self._multiply(x.data_ptr(), x.stride(0), *self._addresses, out.data_ptr(), num_tokens, *self._tail) != -1:
             raise MemoryError("no memory for the rows of a product")
         return out
+
+    def make_screen(self) -> None:
+        """Lets `score` find the best outputs without computing all, where that is to be had (`csrc/screening.hpp`).
+
+        It takes a byte for each weight. The best outputs stay what they are; normalizers are off by some thousandths
+        then, as what the other outputs add to them comes of 8 bits.
+        """
+        if self._write_screen is None or self.form != Form.INTEGERS or self._bias is not None:
+            return
+        num_outputs, num_inputs = self.shape
+        num_panels = -(-num_outputs // _PANEL)
+        panels = torch.empty(num_panels, _SCREEN_HEAD + num_inputs * _PANEL, dtype=torch.uint8)
+        norms = torch.empty(num_inputs + 2 * num_panels)
+        _, weight, scales, *_ = self._addresses
+        addresses = (weight, scales, panels.data_ptr(), norms.data_ptr())
+        if self._write_screen(*addresses, *self.shape, *self._threads) != -1:
+            raise MemoryError("no memory for some rows of a weight")
+        self._screen = panels, norms
 
     def score(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What `normalizers_and_best` makes of the outputs, where these are widened; they take no memory themselves.
@@ -149,7 +188,8 @@ class CpuLinear:
         num_tokens = self._check(x)
         normalizers, most = torch.empty(num_tokens), torch.empty(num_tokens)
         best = torch.empty(num_tokens, dtype=torch.int64)
-        results = (normalizers.data_ptr(), best.data_ptr(), most.data_ptr())
+        screen = (None, None) if self._screen is None else tuple(each.data_ptr() for each in self._screen)
+        results = (*screen, normalizers.data_ptr(), best.data_ptr(), most.data_ptr())
         sizes = (num_tokens, *self.shape)
         if self._score(x.data_ptr(), x.stride(0), *self._addresses, *results, *sizes, *self._threads) != -1:
             raise MemoryError("no memory for the rows of a product")

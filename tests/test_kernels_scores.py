@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from kernels import build, reference  # noqa: E402
-from kernels.cpu import CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
+from kernels.cpu import SCREENING_LEVELS, CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
 
 try:
     LEVELS = [*runnable_levels(), *build.MODELS]
@@ -18,8 +18,8 @@ def kernels(request):
     return CpuKernels(request.param)
 
 
-def random(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 5
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 5
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 15), (2, 16), (5, 63), (4, 64), (1, 1000), (9, 49152)])
@@ -91,9 +91,106 @@ def test_a_product_scores_its_outputs_as_if_they_were_logits_to_the_last_bit(ker
         assert found[2].equal(logits.gather(-1, best[:, None]).squeeze(-1)[rows])
 
 
+def screened(kernels, weight):
+    """A head of that weight with a screen, where the level has screens, and one without."""
+    heads = [kernels.linear(weight, None, widened=True) for _ in range(2)]
+    heads[0].make_screen()
+    return heads
+
+
+def heads_and_rows():
+    """Weights and rows for which 8 bits are little, by what they are."""
+    plain, rows = random(3000, 320) / 8, random(40, 320, seed=1)
+    yield "of one size", plain, rows
+    yield "of few panels", plain[:97], rows
+    yield "of less than a panel", plain[:5, :64], rows[:, :64]
+    yield "with much in common", plain + 10 * random(1, 320, seed=2), rows
+    yield "that nearly tie", plain[:1500].repeat(2, 1) * (1 + random(3000, 320, seed=2) / 1000), rows
+    yield "that tie", plain[:1].expand(3000, 320), rows
+    inputs = torch.ones(320)
+    inputs[[3, 77, 250]] = 60
+    yield "with inputs that stand out in rows", plain, rows * inputs
+    yield "with inputs that stand out in rows and weights", plain * inputs, rows * inputs
+    yield "with one large weight in each output", plain + 9 * torch.eye(320).repeat(10, 1)[:3000], rows
+    yield "of rows that are nothing", plain, rows * 0
+    yield "of outputs that are nothing", plain * 0, rows
+    yield "of tiny rows", plain, rows * 1e-25
+    yield "of large rows", plain, rows * 1e25
+
+
+HEADS = {name: (weight.bfloat16(), rows.bfloat16()) for name, weight, rows in heads_and_rows()}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_by_a_screen_the_best_outputs_are_those_of_all_to_the_last_bit(kernels, name):
+    weight, x = HEADS[name]
+    head, plain = screened(kernels, weight)
+    expected = plain.score(x)
+    for rows in (slice(0, 40), slice(3, 4), slice(5, 18), slice(0, 0)):
+        normalizers, best, most = head.score(x[rows])
+        assert best.equal(expected[1][rows])
+        assert most.equal(expected[2][rows])
+        assert normalizers.equal(head.score(x)[0][rows]), "a row's company changes a bit"
+        size = max(1.0, float(expected[2].abs().max()))
+        torch.testing.assert_close(normalizers, expected[0][rows], rtol=0, atol=0.01 * size)
+
+
+def test_a_screen_leaves_outputs_out(kernels):
+    """Of logits that are small all add to the normalizer, and those that were not multiplied by other last digits."""
+    weight, x = HEADS["of one size"]
+    head, plain = screened(kernels, weight)
+    num_same = (head.score(x / 64)[0] == plain.score(x / 64)[0]).sum()
+    assert num_same < 20 if kernels.level in SCREENING_LEVELS else num_same == 40
+
+
+def turned(x):
+    """Each 64 inputs by the Hadamard matrix of csrc/screening.hpp, which is its own inverse."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < 64:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (x.view(-1, 64) @ matrix / 8).view(x.shape)
+
+
+def in_8_bits(x):
+    scale = x.abs().max() / 127
+    return (x / scale).round() * scale
+
+
+def off_by_the_row():
+    """An output that is 8 bits itself, few of them not 0; and integers, but nearly a half more where that is not."""
+    output = torch.zeros(320)
+    output[::64] = 4.0
+    row = (random(320) * 2).round().clamp(-126, 126) + 40.4 * (output > 0)
+    row[1] = 127
+    return output, row
+
+
+def off_by_the_weight():
+    """An output, and a row of just what its 8 bits are off by, 8 bits itself."""
+    outputs = (random(320, seed=seed) / 8 for seed in range(10))
+    pairs = ((output, in_8_bits(output - in_8_bits(output))) for output in outputs)
+    return next((output, row) for output, row in pairs if output @ row > 3 * row.norm() ** 2)
+
+
+@pytest.mark.parametrize("make", [off_by_the_row, off_by_the_weight])
+def test_a_screen_allows_for_the_worst_row_that_8_bits_can_have_for_an_output(kernels, make):
+    output, row = make()
+    x = turned(row).bfloat16().float()
+    logit = float(x @ turned(output).bfloat16().float())
+    weight = random(640, 320, seed=11) / 400
+    weight[600] = turned(output)
+    # Another one is nearly as good.
+    weight[5] = x * (logit - 2e-4 * x.norm() * output.norm()) / x.norm().square()
+    x = x.bfloat16()
+    head, plain = screened(kernels, weight.bfloat16())
+    assert plain.score(x[None])[1] == 600
+    assert head.score(x[None])[1:] == plain.score(x[None])[1:]
+
+
 @pytest.mark.parametrize("num_outputs", [64, 97, 100])
-def test_a_product_of_a_row_that_is_not_finite_is_no_distribution_and_spoils_no_other(kernels, num_outputs):
-    product = kernels.linear(random(num_outputs, 64).bfloat16(), None, widened=True)
+@pytest.mark.parametrize("has_screen", [False, True])
+def test_a_product_of_a_row_that_is_not_finite_is_no_distribution_and_spoils_no_other(kernels, num_outputs, has_screen):
+    product = screened(kernels, random(num_outputs, 64).bfloat16())[0 if has_screen else 1]
     x = random(3, 64).bfloat16()
     expected = product.score(x)
     x[1, 7] = float("nan")

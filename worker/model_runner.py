@@ -221,14 +221,14 @@ class ModelRunner:
         """Draws a token for each sample, and keeps it for the next step."""
         # Where these are all that there are, there is nothing to pick out.
         states = hidden if len(there.scored) == len(hidden) else hidden[there.scored]
-        head, operations = self._model.head, self._model.operations
-        if isinstance(head, Head) and head.can_find_best and all(sample.takes_best for sample in samples):
-            found = head.find_best(states)
-            normalizers, best, most = (_for_samples(each, there) for each in found)
-            sampled = SampledTokens(best, most - normalizers, None, None)
+        head = self._finder
+        are_best = [head is not None and sample.takes_best for sample in samples]
+        if all(are_best):
+            sampled = self._find_best(states, there.score_of_sample)
+        elif head is not None and head.has_screen and any(are_best):
+            sampled = self._find_best_and_draw(states, there.score_of_sample, samples, are_best)
         else:
-            logits = _for_samples(head(states), there)
-            sampled = draw_tokens(logits, samples, operations.sample_tokens, operations.normalizers_and_best)
+            sampled = self._draw(states, there.score_of_sample, samples)
         # Other hardware may round otherwise, and what this one appends all of them append.
         self._ranks.agree(sampled.token_ids)
         if len(there.kept) > 0:
@@ -238,6 +238,37 @@ class ModelRunner:
                 there.kept_places, token_ids if len(there.kept) == len(samples) else token_ids[there.kept]
             )
         return sampled
+
+    @property
+    def _finder(self) -> Head | None:
+        """The head, where it finds best tokens without memory for all logits."""
+        head = self._model.head
+        return head if isinstance(head, Head) and head.can_find_best else None
+
+    def _find_best(self, states: Tensor, score_of_sample: Tensor) -> SampledTokens:
+        """For samples that take the best token."""
+        assert self._finder is not None
+        normalizers, best, most = (_for_samples(each, score_of_sample) for each in self._finder.find_best(states))
+        return SampledTokens(best, most - normalizers, None, None)
+
+    def _draw(self, states: Tensor, score_of_sample: Tensor, samples: Sequence[Sample]) -> SampledTokens:
+        """For any samples."""
+        operations, logits = self._model.operations, _for_samples(self._model.head(states), score_of_sample)
+        return draw_tokens(logits, samples, operations.sample_tokens, operations.normalizers_and_best)
+
+    def _find_best_and_draw(
+        self, states: Tensor, score_of_sample: Tensor, samples: Sequence[Sample], are_best: Sequence[bool]
+    ) -> SampledTokens:
+        """Each sample as if there were none of the other kind: by a screen log-probabilities have other last digits."""
+        score_of_sample = score_of_sample if len(score_of_sample) > 0 else torch.arange(len(samples))
+        is_best = torch.tensor(are_best)
+        found = self._find_best(*_states_of(states, score_of_sample[is_best]))
+        others = [sample for sample, is_one in zip(samples, are_best, strict=True) if not is_one]
+        drawn = self._draw(*_states_of(states, score_of_sample[~is_best]), others)
+        token_ids, logprobs = torch.empty(len(samples), dtype=torch.int64), torch.empty(len(samples))
+        token_ids[is_best], token_ids[~is_best] = found.token_ids, drawn.token_ids
+        logprobs[is_best], logprobs[~is_best] = found.logprobs, drawn.logprobs
+        return SampledTokens(token_ids, logprobs, drawn.candidates, drawn.top_logprobs)
 
     def _prompt_logprobs(
         self, hidden: Tensor, step: Step, targets: Sequence[tuple[Integers, int]], told: Tensor
@@ -255,9 +286,15 @@ class ModelRunner:
         )
 
 
-def _for_samples(scores: Tensor, there: "_Indexes[Tensor]") -> Tensor:
+def _for_samples(scores: Tensor, score_of_sample: Tensor) -> Tensor:
     """Of each sample, what its token is scored by."""
-    return scores if len(there.score_of_sample) == 0 else scores[there.score_of_sample]
+    return scores if len(score_of_sample) == 0 else scores[score_of_sample]
+
+
+def _states_of(states: Tensor, score_of_sample: Tensor) -> tuple[Tensor, Tensor]:
+    """The hidden states that some samples are of, and which of these each one's is."""
+    own, score_of_sample = score_of_sample.unique(return_inverse=True)
+    return states[own], score_of_sample
 
 
 class _Indexes(NamedTuple, Generic[Column]):

@@ -11,6 +11,7 @@
 #include "pointwise.hpp"
 #include "sampling.hpp"
 #include "scores.hpp"
+#include "screening.hpp"
 
 #define JOIN(operation, level) operation##_##level
 #define NAME(operation, level) JOIN(operation, level)
@@ -84,16 +85,27 @@ EXPORT(int, linear)(
     );
 }
 
+// By its screen, where there is one.
 EXPORT(int, score_outputs)(
     Dtype dtype, const void* x, int64_t x_stride, Form form, const void* weight, const float* scales,
-    const Exception* exceptions, const void* bias, float* normalizers, int64_t* best, float* most, int num_rows,
-    int num_outputs, int num_inputs, ParallelRegion region, int num_threads
+    const Exception* exceptions, const void* bias, char* screen, float* norms, float* normalizers,
+    int64_t* best, float* most, int num_rows, int num_outputs, int num_inputs, ParallelRegion region, int num_threads
 ) {
-    return score_outputs(
-        {dtype, x, x_stride, form, weight, scales, exceptions, bias, nullptr, 0, num_rows, num_outputs, num_inputs, false,
-         true, nullptr, 0, nullptr},
-        {normalizers, best, most}, {region, num_threads}
-    );
+    const Linear a = {
+        dtype, x, x_stride, form, weight, scales, exceptions, bias, nullptr, 0, num_rows, num_outputs, num_inputs, false,
+        true, nullptr, 0, nullptr
+    };
+    const RowScores scores = {normalizers, best, most};
+    if (screen != nullptr)
+        return score_by_screen(a, Screen::of(screen, norms, num_outputs, num_inputs), scores, {region, num_threads});
+    return score_outputs(a, scores, {region, num_threads});
+}
+
+EXPORT(int, write_screen)(
+    const void* weight, const float* scales, char* screen, float* norms, int num_outputs, int num_inputs,
+    ParallelRegion region, int num_threads
+) {
+    return write_screen(weight, scales, screen, norms, num_outputs, num_inputs, {region, num_threads});
 }
 
 EXPORT(int64_t, encode)(

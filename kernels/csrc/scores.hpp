@@ -114,7 +114,7 @@ void score_row(const float* logits, int size, const PanelScores& to) {
 }
 
 // From the scores of a row's panels to its own.
-void merge_panels(const PanelScores& panels, int size, const RowScores& scores, int64_t row) {
+ALWAYS_INLINE void merge_panels(const PanelScores& panels, int size, const RowScores& scores, int64_t row) {
     const int num_panels = (size + kPanel - 1) / kPanel;
     const int padded = round_up(num_panels, kWidth);
     for (int panel = num_panels; panel < padded; ++panel) panels.most[panel] = -kInfinity, panels.sums[panel] = 0.0f;

@@ -89,6 +89,8 @@ class Head(Linear):
         super().pack(operations)
         if self._tied is not None and not self._ranks.place.is_first:
             self._tied.weight = self.weight
+        if self._share.is_whole and isinstance(self.packed, CpuLinear):
+            self.packed.make_screen()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_samples, size] -> [num_samples, vocabulary_size]; made in C++, they stand until the next call."""
@@ -98,6 +100,11 @@ class Head(Linear):
     def can_find_best(self) -> bool:
         """Whether `find_best` is to be had: where this rank scores all token ids, in C++."""
         return self._share.is_whole and isinstance(self.packed, CpuLinear)
+
+    @property
+    def has_screen(self) -> bool:
+        """Whether `find_best` goes by one, and the normalizers that it gives are off by some thousandths."""
+        return isinstance(self.packed, CpuLinear) and self.packed.has_screen
 
     def find_best(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normalizers, best tokens and their logits, without memory for all others; see `CpuLinear.score`."""
