@@ -127,13 +127,22 @@ def test_samples_of_one_row_are_drawn_apart_and_do_not_depend_on_their_company(r
     ],
     ids=["drawn", "candidates", "no stop yet"],
 )
-def test_a_best_token_and_its_log_probability_are_the_same_bits_where_no_logits_are_kept(runner, company):
+@pytest.mark.parametrize("has_screen", [False, True])
+def test_a_best_token_and_its_log_probability_are_the_same_bits_where_no_logits_are_kept(
+    runner, company, has_screen, tmp_path
+):
+    if has_screen:
+        runner = tiny_runner(tiny_checkpoint(tmp_path, hidden_size=64), dtype="bfloat16")
+        if not runner._model.head.has_screen:
+            pytest.skip("this CPU's level has none")
     assert runner._model.head.can_find_best
     alone = runner.execute(step(Row(1, PROMPT, range(3)), new={1: GREEDY}, samples=[(0, 0), (0, 1)]))
+    other = runner.execute(step(Row(4, PROMPT[:5], [20, 21]), new={4: company}))
     rows = [Row(2, PROMPT, range(3)), Row(3, PROMPT[:5], [20, 21])]
-    beside = runner.execute(step(*rows, new={2: GREEDY, 3: company}, samples=[(0, 0), (1, 0)]))
-    assert tokens(alone) == tokens(beside)[:1] * 2
-    assert logprobs(alone) == logprobs(beside)[:1] * 2
+    beside = runner.execute(step(*rows, new={2: GREEDY, 3: company}, samples=[(0, 0), (1, 0), (0, 1)]))
+    first, second, third = zip(tokens(beside), logprobs(beside), strict=True)
+    assert [first, third] == list(zip(tokens(alone), logprobs(alone), strict=True))
+    assert [second] == list(zip(tokens(other), logprobs(other), strict=True))
 
 
 def test_blocks_that_are_swapped_out_and_in_again_or_copied_go_on_alike(runner):
