@@ -89,8 +89,8 @@ class Head(Linear):
         super().pack(operations)
         if self._tied is not None and not self._ranks.place.is_first:
             self._tied.weight = self.weight
-        if self._share.is_whole and isinstance(self.packed, CpuLinear):
-            self.packed.make_screen()
+        if self._share.is_whole and isinstance(self._multiply, CpuLinear):
+            self._multiply.make_screen()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_samples, size] -> [num_samples, vocabulary_size]; made in C++, they stand until the next call."""
