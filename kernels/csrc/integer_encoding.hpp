@@ -24,7 +24,7 @@ inline float integer_scale(const uint16_t* values, int num_inputs) {
         Floats sum = {}, largest = {};
         for (int i = group; i < least(group + kGroup, num_inputs); i += kWidth) {
             const Floats value = Bfloat16::load(values + i);
-            const Floats size = (Floats)((Words)value & 0x7FFFFFFFu);
+            const Floats size = absolute(value);
             largest = larger_of(size, largest), sum += size;
         }
         const float group_most = largest_of(largest), group_sum = sum_of(sum);

@@ -124,7 +124,7 @@ inline void write_panel(const ScreenJob& job, int64_t number, Floats* weights) {
         turn(weights, job.num_inputs);
         Floats largest = {};
         for (int i = 0; i < job.num_inputs; ++i)
-            largest = larger_of((Floats)((Words)weights[i] & 0x7FFFFFFFu), largest);
+            largest = larger_of(absolute(weights[i]), largest);
         const Floats scale = largest * (1.0f / 127), inverse = largest > 0.0f ? 127.0f / largest : Floats{};
         Floats squares = {}, errors = {};
         for (int i = 0; i < job.num_inputs; i += 4) {
@@ -177,6 +177,10 @@ class Screening {
         : a_(a), screen_(screen), scores_(scores), panels_(PanelScores::make(a.num_rows, a.num_outputs)),
           shares_(Shares::evenly(a.num_panels(), num_threads)), rows_to_begin_{0, a.num_rows}, rows_to_end_{0, a.num_rows} {
         a_.scores = &panels_;
+        Floats mean_squares = {};
+        for (int i = 0; i < a.num_inputs; i += kWidth)
+            mean_squares += load_floats(screen.mean + i) * load_floats(screen.mean + i);
+        mean_norm_ = norm_of(sum_of(mean_squares));
         const int64_t num_inputs = a.num_inputs, row_values = num_values<Grouped>(a.num_inputs);
         const int64_t row_bytes = sizeof(ScreenedRow) + (sizeof(float) + 1) * num_inputs + sizeof(int16_t) * row_values;
         rows_ = static_cast<ScreenedRow*>(malloc(a.num_rows * row_bytes + 1));
@@ -236,7 +240,7 @@ class Screening {
             static_cast<const uint16_t*>(a_.x) + row * a_.x_stride, a_.x_stride, grouped, 1, num_inputs
         );
         float* const turned = turned_ + row * num_inputs;
-        Floats squares = {}, shifts = {}, mean_squares = {};
+        Floats squares = {}, shifts = {};
         for (int first = 0; first < num_inputs; first += kGroup, grouped += Grouped::kCommonValues) {
             const int count = least(kGroup, num_inputs - first);
             const float scale = Grouped::common(grouped + count).scale;
@@ -244,13 +248,13 @@ class Screening {
                 const __m512i integers = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)grouped));
                 const Floats x = (Floats)_mm512_cvtepi32_ps(integers) * scale, mean = load_floats(screen_.mean + i);
                 store_floats(turned + i, x);
-                squares += x * x, shifts += x * mean, mean_squares += mean * mean;
+                squares += x * x, shifts += x * mean;
             }
         }
         turn(turned, num_inputs);
         Floats largest = {};
         for (int i = 0; i < num_inputs; i += kWidth)
-            largest = larger_of((Floats)(load_words(turned + i) & 0x7FFFFFFFu), largest);
+            largest = larger_of(absolute(load_floats(turned + i)), largest);
         const float most = largest_of(largest), scale = most / 127, inverse = most > 0.0f ? 127 / most : 0.0f;
         Floats errors = {};
         Integers sums = {};
@@ -264,7 +268,7 @@ class Screening {
         ScreenedRow& to = rows_[row];
         to.scale = scale, to.offset = 128 * _mm512_reduce_add_epi32((__m512i)sums);
         to.norm = norm_of(sum_of(squares)), to.error = norm_of(sum_of(errors)) + kOfSums * to.norm;
-        to.shift = sum_of(shifts), to.slack = kOfSums * to.norm * norm_of(sum_of(mean_squares));
+        to.shift = sum_of(shifts), to.slack = kOfSums * to.norm * mean_norm_;
     }
 
     // The products of some rows with a panel in 8 bits, while memory is asked for, if any.
@@ -330,6 +334,7 @@ class Screening {
     Linear a_;
     const Screen& screen_;
     const RowScores& scores_;
+    float mean_norm_;
     PanelScores panels_;
     ScreenedRow* rows_;
     float* turned_;        // [num_rows][num_inputs]

@@ -61,6 +61,8 @@ ALWAYS_INLINE Floats larger_of(Floats a, Floats b) {
 #endif
 }
 
+ALWAYS_INLINE Floats absolute(Floats x) { return (Floats)((Words)x & 0x7FFFFFFFu); }
+
 // Anywhere in memory, whatever stands there.
 typedef Floats FloatsAnywhere __attribute__((aligned(1), may_alias));
 typedef Words WordsAnywhere __attribute__((aligned(1), may_alias));
