@@ -63,6 +63,16 @@ def test_an_output_is_the_same_bits_alone_and_in_a_batch_and_on_one_thread(level
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_output_is_the_same_bits_among_any_number_of_rows(level, dtype):
+    layer = CpuKernels(level).linear(random(33, 576, dtype=dtype), None, widened=True)
+    x = random(33, 576, dtype=dtype, seed=1)
+    together = layer(x)
+    for num_rows in range(33):
+        assert layer(x[:num_rows]).equal(together[:num_rows])
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_widened_product_is_not_rounded_to_the_weights_dtype(level):
     weight, x = random(64, 96, dtype=torch.bfloat16), random(5, 96, dtype=torch.bfloat16, seed=1)
     found = CpuKernels(level).linear(weight, None, widened=True)(x)

@@ -228,19 +228,34 @@ constexpr int kPartRows = kWidth / 2;
 static_assert(kPartRows <= kDecodingRows, "fewer rows than a tile's are not put together");
 static_assert(kGroup % kLeastGroup == 0 && kLeastGroup % (kStepUnits * InIntegers::kPerUnit) == 0, "steps fill groups");
 
+// The blocks of rows that are two blocks at least, each as many as a tile's. The last two share theirs evenly: a tile of
+// few rows waits for the weight to be loaded, and for its own sums.
+struct PartBlocks {
+    static constexpr int kFewestRows = kPartRows / 2;
+    int num_rows, count = (num_rows + kPartRows - 1) / kPartRows;
+
+    // The first row of a block, and what is behind the one before.
+    ALWAYS_INLINE int first(int block) const {
+        if (block < count - 1) return block * kPartRows;
+        return block == count ? num_rows : (num_rows + (count - 2) * kPartRows + 1) / 2;
+    }
+};
+
 template <>
 ALWAYS_INLINE void convert_rows<Bfloat16, Grouped>(
     const uint16_t* from, int64_t stride, int16_t* to, int num_rows, int num_inputs
 ) {
-    const auto convert_blocks = [&](auto together) __attribute__((always_inline)) {
-        constexpr int kRows = decltype(together)::value;
-        for (int row = 0; row < num_rows; row += kRows, from += kRows * stride, to += kRows * num_values<Grouped>(num_inputs))
-            RowBlock<kRows>::store(to, from, stride, num_rows - row, num_inputs);
-    };
-    if (num_rows > kDecodingRows)
-        convert_blocks(Number<kPartRows>{});
-    else
-        convert_blocks(Number<1>{});
+    const int64_t values = num_values<Grouped>(num_inputs);
+    if (num_rows > kDecodingRows) {
+        const PartBlocks blocks{num_rows};
+        for (int block = 0; block < blocks.count; ++block, to += kPartRows * values) {
+            const int first = blocks.first(block), count = blocks.first(block + 1) - first;
+            RowBlock<kPartRows>::store(to, from + first * stride, stride, count, num_inputs);
+        }
+    } else {
+        for (int row = 0; row < num_rows; ++row, from += stride, to += values)
+            RowBlock<1>::store(to, from, stride, 1, num_inputs);
+    }
 }
 
 // A panel of pairs.
@@ -529,20 +544,24 @@ struct IntegerPanels {
         int num_rows, const int16_t* x, Source& source, int num_units, Ahead& ahead, float (*results)[kPanel]
     ) {
         constexpr int kTiles = kPanelVectors / DecodedPart::kVectors;
+        const PartBlocks blocks{num_rows};
         const int64_t block_values = kPartRows * num_values<Grouped>(num_units * InIntegers::kPerUnit);
         const int part_units = num_units <= kMostPartUnits ? num_units : part_.kWholeGroups;
-        Pace pace(ahead, (num_rows + kPartRows - 1) / kPartRows * kTiles * (num_units / kStepUnits));
+        Pace pace(ahead, blocks.count * kTiles * (num_units / kStepUnits));
         for (int first = 0; first < num_units; first += part_units) {
             const int count = least(part_units, num_units - first);
             for (int tile = 0; tile < kTiles; ++tile) {
                 part_.fill(source, first, count, tile);
-                for (int row = 0; row < num_rows; row += kPartRows)
-                    with_rows(least(kPartRows, num_rows - row), [&](auto rows) __attribute__((always_inline)) {
-                        if constexpr (decltype(rows)::value <= kPartRows)
-                            multiply_part<decltype(rows)::value>(
-                                x + row / kPartRows * block_values, part_, count, tile, first == 0, pace, results + row
+                for (int block = 0; block < blocks.count; ++block) {
+                    const int row = blocks.first(block);
+                    with_rows(blocks.first(block + 1) - row, [&](auto rows) __attribute__((always_inline)) {
+                        constexpr int kCount = decltype(rows)::value;
+                        if constexpr (kCount >= PartBlocks::kFewestRows && kCount <= kPartRows)
+                            multiply_part<kCount>(
+                                x + block * block_values, part_, count, tile, first == 0, pace, results + row
                             );
                     });
+                }
             }
             x += kPartRows * num_values<Grouped>(count * InIntegers::kPerUnit);
         }
