@@ -17,24 +17,13 @@ constexpr int kGroup = 320, kLeastGroup = 64;
 #if defined(__AVX2__) && !defined(TILES)
 #define INTEGERS
 
-// Each lane of a vector has two integers of 16 bits.
-typedef uint16_t Pairs __attribute__((vector_size(4 * kWidth)));
-
-ALWAYS_INLINE Words add_pairs(Words a, Words b) { return (Words)((Pairs)a + (Pairs)b); }
-
-// To each lane's sum both of its products are added.
+// Each lane of a vector has two integers of 16 bits. To its sum both of its products are added.
 ALWAYS_INLINE Words add_products(Words sum, Words a, Words b) {
 #if defined(__AVX512F__)
     return (Words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #else
     return sum + (Words)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #endif
-}
-
-ALWAYS_INLINE Words broadcast_pair(const int16_t* from) {
-    uint32_t both;
-    memcpy(&both, from, sizeof both);
-    return Words{} + both;
 }
 
 constexpr int kMostLeft = 8191;  // of a row's integers

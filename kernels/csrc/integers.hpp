@@ -114,6 +114,16 @@ struct Int8Units {
     }
 };
 
+typedef uint16_t Pairs __attribute__((vector_size(4 * kWidth)));
+
+ALWAYS_INLINE Words add_pairs(Words a, Words b) { return (Words)((Pairs)a + (Pairs)b); }
+
+ALWAYS_INLINE Words broadcast_pair(const int16_t* from) {
+    uint32_t both;
+    memcpy(&both, from, sizeof both);
+    return Words{} + both;
+}
+
 // Calls `body` with each `kStep`th unit up to `end`, while memory is asked for.
 template <int kStep, class Body>
 ALWAYS_INLINE void walk(Pace& pace, int& unit, int end, Body body) {
