@@ -4,17 +4,18 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import grpc
 
 from protos import rpc
 from protos import session_pb2 as pb
-from protos.columns import pack, unpack, unpack_floats
+from protos.columns import pack, unpack
 from protos.errors import Refusal, code_from_number, unavailable
-from protos.logprobs import LogprobReader, Logprobs
 from protos.session_pb2_grpc import SessionServiceStub
 from router.live_request import LiveRequest, OutputStream
+from router.patience import Patience
+from router.step_outputs import deliver
 
 _RECONNECT_DELAY_S = 0.1
 # After this without a connection the log says why, and new certificates are looked for.
@@ -78,16 +79,13 @@ class SchedulerLink:
         self._num_counted = 0
         self.connected = False
         self._stall_s = stall_s
-        self._patience_s = patience_s
         # Looks in a row between which nothing was heard. Counted, so that a router that was suspended itself does not
         # blame its scheduler.
         self._num_silent_looks = 0
         self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
-        # Ends the requests of a scheduler that stays away.
-        self._patience: asyncio.TimerHandle | None = None
-        # Of the time for which a scheduler may be without a worker and keep its requests.
-        self._worker_patience: asyncio.TimerHandle | None = None
-        self._deserted = False
+        # With a scheduler that stays away, whose requests end then; and with one that has no worker and keeps them.
+        self._patience = Patience(patience_s, self._give_up)
+        self._worker_patience = Patience(_WORKER_PATIENCE_S, on_change)
         # What the last Hello told the scheduler to go on with.
         self._resumed: set[int] = set()
 
@@ -122,7 +120,8 @@ class SchedulerLink:
 
         A scheduler that has just lost its worker keeps them: it knows which of them may be to blame.
         """
-        return not self.connected or self.gone_in_order or self.stalled or self._deserted or not self.accepted
+        away = not self.connected or self.stalled or self._worker_patience.over
+        return away or self.gone_in_order or not self.accepted
 
     @property
     def gone_in_order(self) -> bool:
@@ -291,7 +290,7 @@ class SchedulerLink:
             self._on_change()
         match message.WhichOneof("message"):
             case "step_outputs":
-                self._on_step_outputs(message.step_outputs)
+                deliver(message.step_outputs, self._live)
             case "accepted":
                 self._on_accepted(message.accepted.handle)
             case "rejected":
@@ -314,35 +313,6 @@ class SchedulerLink:
         if handle in self._live:
             self._live[handle].accepted = True
 
-    def _on_step_outputs(self, outputs: pb.StepOutputs) -> None:
-        ends = {(end.handle, end.sequence_index): end for end in outputs.finished}
-        token_ids = unpack(outputs.token_ids).tolist()
-        logprobs = _read_logprobs(outputs) if outputs.logprob_rows else {}
-        if outputs.prompt_handles:
-            self._on_prompt_logprobs(outputs)
-        position = 0
-        columns = (outputs.handles, outputs.sequence_indexes, outputs.first_indexes, outputs.counts)
-        token_logprobs = unpack_floats(outputs.token_logprobs).tolist()
-        rows = zip(*map(unpack, columns), strict=True)
-        for place, (handle, index, first_index, count) in enumerate(rows):
-            live, behind = self._live.get(handle), position + count
-            if live is not None:
-                tokens, values = token_ids[position:behind], token_logprobs[position:behind]
-                _push(live, index, first_index, tokens, ends.pop((handle, index), None), logprobs.get(place), values)
-            position = behind
-        for (handle, index), end in ends.items():
-            live = self._live.get(handle)
-            if live is not None:
-                _push(live, index, live.streams[index].num_received, [], end)
-
-    def _on_prompt_logprobs(self, outputs: pb.StepOutputs) -> None:
-        reader = LogprobReader(outputs.prompt_logprobs)
-        columns = (outputs.prompt_handles, outputs.prompt_counts, outputs.prompt_num_tops)
-        for handle, count, num_top in zip(*map(unpack, columns), strict=True):
-            logprobs = reader.take(count, num_top)
-            if handle in self._live:
-                self._live[handle].push_prompt_logprobs(logprobs)
-
     def _on_rejected(self, rejected: pb.Rejected) -> None:
         live = self._live.get(rejected.handle)
         if live is not None:
@@ -355,9 +325,7 @@ class SchedulerLink:
         self.welcome = welcome
         self.connected = True
         went_in_order, self.draining = self.draining, False
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        self._patience.stop()
         self._unanswered.clear()
         self._on_change()  # which says whether this scheduler is accepted
         for handle in self._resumed - self._live.keys():  # their clients left between Hello and Welcome
@@ -377,7 +345,7 @@ class SchedulerLink:
         self.connected = False
         self.load = pb.Load()
         self._watch_worker()
-        self._patience = asyncio.get_running_loop().call_later(self._patience_s, self._give_up)
+        self._patience.begin()
         self._on_change()
 
     def _on_lost(self, live: LiveRequest, *, in_order: bool) -> None:
@@ -389,52 +357,20 @@ class SchedulerLink:
 
     def _watch_worker(self) -> None:
         if self.connected and not self.load.serving:
-            if self._worker_patience is None:
-                later = asyncio.get_running_loop().call_later
-                self._worker_patience = later(_WORKER_PATIENCE_S, self._desert)
-        elif self._worker_patience is not None:
-            self._worker_patience.cancel()
-            self._worker_patience, self._deserted = None, False
-
-    def _desert(self) -> None:
-        self._deserted = True
-        self._on_change()
+            self._worker_patience.begin()
+        else:
+            self._worker_patience.stop()
 
     def _give_up(self) -> None:
         for live in self.live:
-            live.fail(lost(live, f"its scheduler has been away for {self._patience_s:g} s, and there is no other"))
+            why = f"its scheduler has been away for {self._patience.seconds:g} s, and there is no other"
+            live.fail(lost(live, why))
 
     def break_off(self) -> None:
         """Ends what is live with an error: this router is about to go."""
         for live in self.live:
             text = "this router shut down before the request was finished"
             live.fail(Refusal(_code_of_loss(live), "DRAINING", text, retry_delay_ms=1000))
-
-
-def _read_logprobs(outputs: pb.StepOutputs) -> dict[int, Logprobs]:
-    """Of the rows whose requests asked, by their places."""
-    reader, counts = LogprobReader(outputs.logprobs), unpack(outputs.counts)
-    rows = zip(unpack(outputs.logprob_rows), unpack(outputs.logprob_num_tops), strict=True)
-    return {place: reader.take(counts[place], num_top) for place, num_top in rows}
-
-
-def _push(
-    live: LiveRequest,
-    index: int,
-    first_index: int,
-    token_ids: list[int],
-    end: pb.Finished | None,
-    logprobs: Logprobs | None = None,
-    own_logprobs: Sequence[float] = (),
-) -> None:
-    """Hands tokens to their request; a bug in one request's text ends that request alone."""
-    try:
-        live.push(index, first_index, token_ids, end, logprobs, own_logprobs)
-    except Exception:
-        log.exception("bug", extra={"request_id": live.request.request_id})
-        live.fail(
-            Refusal(grpc.StatusCode.INTERNAL, "BUG", "the answer could not be written; the router's log says why")
-        )
 
 
 def _no_answer(error: grpc.aio.AioRpcError) -> Refusal:
