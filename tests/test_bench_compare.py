@@ -29,6 +29,7 @@ def comparison(
         num_rounds=num_rounds,
         num_probes=num_probes,
         settle_s=0.0,
+        start_s=0.0,
     )
 
 
@@ -102,8 +103,20 @@ def test_engines_are_awake_only_while_they_play():
         assert not any(engine.awake for engine in engines)
 
     names = [variant("a"), variant("b")]
-    Comparison(names, start, SMALL, ["w1"], num_rounds=1, num_probes=0, on_run=check, settle_s=0.0).run()
+    Comparison(names, start, SMALL, ["w1"], num_rounds=1, num_probes=0, on_run=check, settle_s=0.0, start_s=0.0).run()
     assert len(engines) == 2
+
+
+def test_an_engine_rests_awake_behind_its_first_answers_and_before_each_run(monkeypatch):
+    engines, rests = [], []
+    monkeypatch.setattr("bench.compare.rounds.time.sleep", lambda seconds: rests.append((seconds, engines[-1].awake)))
+
+    def start(each: Variant) -> FakeEngine:
+        engines.append(FakeEngine(each.name, []))
+        return engines[-1]
+
+    Comparison([variant("a")], start, SMALL, ["w1", "w2"], num_rounds=1, num_probes=0, settle_s=0.5, start_s=5.0).run()
+    assert rests == [(5.0, True), (0.5, True), (0.5, True)]
 
 
 def test_an_engine_that_fails_is_left_out_and_the_others_go_on():
@@ -128,7 +141,7 @@ def test_an_engine_that_does_not_start_is_left_out():
         return FakeEngine(each.name, [])
 
     playing = Comparison(
-        [variant("bad"), variant("good")], start, SMALL, ["w1"], num_rounds=2, num_probes=0, settle_s=0.0
+        [variant("bad"), variant("good")], start, SMALL, ["w1"], num_rounds=2, num_probes=0, settle_s=0.0, start_s=0.0
     )
     playing.run()
     assert playing.results.left_out == {"bad": "no such program"}
@@ -151,6 +164,7 @@ def test_an_interruption_ends_all_engines_and_keeps_what_was_found():
         num_probes=0,
         on_run=stop,
         settle_s=0.0,
+        start_s=0.0,
     )
     with pytest.raises(KeyboardInterrupt):
         playing.run()

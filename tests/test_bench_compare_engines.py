@@ -148,7 +148,9 @@ def test_an_interrupted_end_ends_all_engines_at_once(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     names = [variant("a"), variant("b")]
-    playing = Comparison(names, start, SMALL, ["w1"], num_rounds=1, num_probes=0, on_run=interrupt, settle_s=0.0)
+    playing = Comparison(
+        names, start, SMALL, ["w1"], num_rounds=1, num_probes=0, on_run=interrupt, settle_s=0.0, start_s=0.0
+    )
     with pytest.raises(KeyboardInterrupt):
         playing.run()
     pids = [pid for engine in engines for pid in (*engine._pids, engine._process.pid)]
@@ -275,7 +277,7 @@ def fake_drivers(tmp_path, monkeypatch):
         return command(tmp_path, version=each.name, **each.options)
 
     monkeypatch.setattr(program, "prepare", prepare)
-    monkeypatch.setattr(program, "Comparison", functools.partial(Comparison, settle_s=0.0))
+    monkeypatch.setattr(program, "Comparison", functools.partial(Comparison, settle_s=0.0, start_s=0.0))
 
 
 FAKES = [
