@@ -13,8 +13,8 @@ from protos import session_pb2 as pb
 from protos.columns import pack, unpack
 from protos.errors import Refusal, code_from_number, unavailable
 from protos.session_pb2_grpc import SessionServiceStub
+from router.absence import Absence
 from router.live_request import LiveRequest, OutputStream
-from router.patience import Patience
 from router.step_outputs import deliver
 
 _RECONNECT_DELAY_S = 0.1
@@ -83,9 +83,9 @@ class SchedulerLink:
         # blame its scheduler.
         self._num_silent_looks = 0
         self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
-        # With a scheduler that stays away, whose requests end then; and with one that has no worker and keeps them.
-        self._patience = Patience(patience_s, self._give_up)
-        self._worker_patience = Patience(_WORKER_PATIENCE_S, on_change)
+        # Of the scheduler, whose requests end then; and of its worker, for which it keeps them until then.
+        self._absence = Absence(patience_s, self._give_up)
+        self._worker_absence = Absence(_WORKER_PATIENCE_S, on_change)
         # What the last Hello told the scheduler to go on with.
         self._resumed: set[int] = set()
 
@@ -120,7 +120,7 @@ class SchedulerLink:
 
         A scheduler that has just lost its worker keeps them: it knows which of them may be to blame.
         """
-        away = not self.connected or self.stalled or self._worker_patience.over
+        away = not self.connected or self.stalled or self._worker_absence.too_long
         return away or self.gone_in_order or not self.accepted
 
     @property
@@ -325,7 +325,7 @@ class SchedulerLink:
         self.welcome = welcome
         self.connected = True
         went_in_order, self.draining = self.draining, False
-        self._patience.stop()
+        self._absence.end()
         self._unanswered.clear()
         self._on_change()  # which says whether this scheduler is accepted
         for handle in self._resumed - self._live.keys():  # their clients left between Hello and Welcome
@@ -345,7 +345,7 @@ class SchedulerLink:
         self.connected = False
         self.load = pb.Load()
         self._watch_worker()
-        self._patience.begin()
+        self._absence.begin()
         self._on_change()
 
     def _on_lost(self, live: LiveRequest, *, in_order: bool) -> None:
@@ -357,13 +357,13 @@ class SchedulerLink:
 
     def _watch_worker(self) -> None:
         if self.connected and not self.load.serving:
-            self._worker_patience.begin()
+            self._worker_absence.begin()
         else:
-            self._worker_patience.stop()
+            self._worker_absence.end()
 
     def _give_up(self) -> None:
         for live in self.live:
-            why = f"its scheduler has been away for {self._patience.seconds:g} s, and there is no other"
+            why = f"its scheduler has been away for {self._absence.most_s:g} s, and there is no other"
             live.fail(lost(live, why))
 
     def break_off(self) -> None:
