@@ -1,12 +1,13 @@
 """Engines that answer by arithmetic, in this process and as drivers of their own, for tests of the comparison."""
 
+import functools
 import json
 import os
 import sys
 from pathlib import Path
 
 from bench.compare.engine import Command, EngineError
-from bench.compare.rounds import Run
+from bench.compare.rounds import Comparison, Run
 from bench.compare.variants import Variant
 
 SMALL = {
@@ -16,6 +17,8 @@ SMALL = {
     "warm": [[{"ids": [8], "max_tokens": 1, "gap": 0.0}] * 2],
 }
 OTHER = "other"
+# Fakes have nothing to rest from.
+RestlessComparison = functools.partial(Comparison, settle_s=0.0, start_s=0.0)
 # Speaks the line protocol in figures that it is told, and computes nothing. "child" starts a process that outlives it.
 FAKE_DRIVER = """
 import json, os, subprocess, sys, time

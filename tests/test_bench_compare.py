@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from compare_fakes import SMALL, FakeEngine, run_of, variant
+from compare_fakes import SMALL, FakeEngine, RestlessComparison, run_of, variant
 
 from bench.compare import plot, variants, workload
 from bench.compare.engine import EngineError
@@ -21,15 +21,13 @@ from pagewire.bench import Record, metrics
 def comparison(
     engines: list[Variant], log: list, *, tests=("w1", "w2"), num_rounds=2, num_probes=0, **how
 ) -> Comparison:
-    return Comparison(
+    return RestlessComparison(
         engines,
         lambda each: FakeEngine(each.name, log, **how),
         SMALL,
         tests,
         num_rounds=num_rounds,
         num_probes=num_probes,
-        settle_s=0.0,
-        start_s=0.0,
     )
 
 
@@ -103,7 +101,7 @@ def test_engines_are_awake_only_while_they_play():
         assert not any(engine.awake for engine in engines)
 
     names = [variant("a"), variant("b")]
-    Comparison(names, start, SMALL, ["w1"], num_rounds=1, num_probes=0, on_run=check, settle_s=0.0, start_s=0.0).run()
+    RestlessComparison(names, start, SMALL, ["w1"], num_rounds=1, num_probes=0, on_run=check).run()
     assert len(engines) == 2
 
 
@@ -140,9 +138,7 @@ def test_an_engine_that_does_not_start_is_left_out():
             raise EngineError("no such program")
         return FakeEngine(each.name, [])
 
-    playing = Comparison(
-        [variant("bad"), variant("good")], start, SMALL, ["w1"], num_rounds=2, num_probes=0, settle_s=0.0, start_s=0.0
-    )
+    playing = RestlessComparison([variant("bad"), variant("good")], start, SMALL, ["w1"], num_rounds=2, num_probes=0)
     playing.run()
     assert playing.results.left_out == {"bad": "no such program"}
     assert [run.engine for run in playing.results.runs] == ["good", "good"]
@@ -155,7 +151,7 @@ def test_an_interruption_ends_all_engines_and_keeps_what_was_found():
         if run.engine == "b":
             raise KeyboardInterrupt
 
-    playing = Comparison(
+    playing = RestlessComparison(
         [variant("a"), variant("b")],
         lambda each: FakeEngine(each.name, log),
         SMALL,
@@ -163,8 +159,6 @@ def test_an_interruption_ends_all_engines_and_keeps_what_was_found():
         num_rounds=2,
         num_probes=0,
         on_run=stop,
-        settle_s=0.0,
-        start_s=0.0,
     )
     with pytest.raises(KeyboardInterrupt):
         playing.run()

@@ -1,6 +1,5 @@
 """The processes of the comparison: peers installed, drivers driven and ended, a whole run shown and written."""
 
-import functools
 import itertools
 import json
 import os
@@ -10,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from compare_fakes import SMALL, command, variant
+from compare_fakes import SMALL, RestlessComparison, command, variant
 from rich.console import Console
 
 from bench.compare import __main__ as program
@@ -20,7 +19,7 @@ from bench.compare.drivers.lines import Request, play_in_steps
 from bench.compare.engine import Command, Engine, EngineError
 from bench.compare.install import InstallError, Peers, wheel_requirements
 from bench.compare.recipes import RECIPES, Recipe
-from bench.compare.rounds import Comparison, Run
+from bench.compare.rounds import Run
 from bench.compare.variants import OURS, VARIANTS, Variant
 from bench.control_plane import write_byte_tokenizer
 from pagewire.bench import Record, metrics
@@ -148,9 +147,7 @@ def test_an_interrupted_end_ends_all_engines_at_once(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     names = [variant("a"), variant("b")]
-    playing = Comparison(
-        names, start, SMALL, ["w1"], num_rounds=1, num_probes=0, on_run=interrupt, settle_s=0.0, start_s=0.0
-    )
+    playing = RestlessComparison(names, start, SMALL, ["w1"], num_rounds=1, num_probes=0, on_run=interrupt)
     with pytest.raises(KeyboardInterrupt):
         playing.run()
     pids = [pid for engine in engines for pid in (*engine._pids, engine._process.pid)]
@@ -277,7 +274,7 @@ def fake_drivers(tmp_path, monkeypatch):
         return command(tmp_path, version=each.name, **each.options)
 
     monkeypatch.setattr(program, "prepare", prepare)
-    monkeypatch.setattr(program, "Comparison", functools.partial(Comparison, settle_s=0.0, start_s=0.0))
+    monkeypatch.setattr(program, "Comparison", RestlessComparison)
 
 
 FAKES = [
