@@ -1,6 +1,7 @@
 """The pools of blocks, and moving them."""
 
 import os
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -57,9 +58,10 @@ def test_a_pool_that_is_populated_has_its_memory_and_keeps_what_stood_in_it():
     deep = CacheShape(num_layers=30, block_size=16, num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
     cache = start(200, 0, deep)
     cache.layers[7][1][3] = 1
-    before = resident_bytes()
-    cache.populate()
+    before, behind_pieces = resident_bytes(), []
+    cache.populate(lambda: behind_pieces.append(resident_bytes()))
     assert resident_bytes() - before > 200 * deep.block_bytes - (8 << 20)
+    assert max(behind - ahead for ahead, behind in pairwise([before, *behind_pieces])) < 8 << 20
     assert (cache.layers[7][1][3] == 1).all()
     assert not cache.layers[7][1][4].any()
 

@@ -1,5 +1,8 @@
 """Whole steps against transformers' own greedy generation, however the work is cut up."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from late_streams import LateStreams
@@ -8,6 +11,7 @@ from worker_fakes import GREEDY, Row, logprobs, step, tiny_checkpoint, tiny_llam
 
 from protos.columns import pack, unpack
 from protos.sampling_pb2 import Sampling
+from worker.cache_engine import CacheEngine
 from worker.inputs import MalformedStep
 
 PROMPT = [5, 17, 3, 88, 42, 9, 61, 2, 30, 11, 7]
@@ -314,3 +318,51 @@ def test_the_real_model_says_what_transformers_says(model_dir):
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     runner = tiny_runner(model_dir, block_size=16)
     assert run_alone(runner, prompt, 24, chunk=7) == generated(model, prompt, 24)
+
+
+@pytest.fixture
+def between_pieces(runner, monkeypatch):
+    """What a runner does between two pieces of its cache's memory that it takes."""
+    calls = []
+    monkeypatch.setattr(CacheEngine, "populate", lambda cache, on_piece: calls.append(on_piece))
+    runner.populate_cache()
+    return calls[0]
+
+
+def test_the_caches_memory_is_taken_when_no_steps_have_come_for_a_while(runner, between_pieces, monkeypatch):
+    now, request_ids, steps_while_asleep = 100.0, itertools.count(1), iter([2, 1, 0, 0])
+
+    def run_steps(num_steps):
+        for _ in range(num_steps):
+            run_alone(runner, PROMPT, 1, request_id=next(request_ids))
+
+    def sleep(seconds):
+        nonlocal now
+        now += 1.5 * seconds
+        run_steps(next(steps_while_asleep))
+
+    monkeypatch.setattr("worker.model_runner.time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+    between_pieces()
+    assert now == 100.0
+    run_steps(1)
+    between_pieces()
+    assert list(steps_while_asleep) == [0]
+    between_pieces()
+
+
+def test_the_caches_memory_is_not_taken_during_a_step_however_long_it_takes(runner, between_pieces, monkeypatch):
+    class Asleep(Exception):
+        pass
+
+    def sleep(seconds):
+        raise Asleep
+
+    def swap(cache, blocks_out, blocks_in):
+        with pytest.raises(Asleep):
+            between_pieces()
+
+    clock = itertools.count(100.0, 50.0)
+    monkeypatch.setattr("worker.model_runner.time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
+    monkeypatch.setattr(CacheEngine, "swap", swap)
+    run_alone(runner, PROMPT, 2)
+    between_pieces()

@@ -6,6 +6,7 @@ is `worker.cache_size`'s affair.
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -104,10 +105,10 @@ class CacheEngine:
         self._in_motion = np.zeros(num_blocks, dtype=bool)
         self._last_swap: Swap | None = None
 
-    def populate(self) -> None:
-        """See the function of this name; for the pool on a CPU, from any thread, beside the steps."""
+    def populate(self, on_piece: Callable[[], None]) -> None:
+        """See the function of this name; for the pool on a CPU, from any thread."""
         if self._device.type == "cpu":
-            populate(self._cache)
+            populate(self._cache, on_piece)
 
     def swap(self, blocks_out: Pairs, blocks_in: Pairs) -> Swap | None:
         """Moves blocks to the CPU pool and then others back, beside the steps, behind all that were given before.
@@ -182,11 +183,15 @@ class CacheEngine:
         return min(times_ms) / (2 * len(blocks))  # of the round that nobody else held up
 
 
-def populate(pool: Tensor) -> None:
+def populate(pool: Tensor, on_piece: Callable[[], None]) -> None:
     """Lets the system find memory for a pool in CPU memory before its blocks are written, where it can.
 
     Who writes to a huge page first waits milliseconds until the system has one and has cleared it, and a prompt writes
     to dozens. What stands in the pool stays, so it may be in use meanwhile; takes a second for some hundreds of MiB.
+
+    Args:
+        pool: in CPU memory.
+        on_piece: called behind each piece of some milliseconds; the next one waits for it.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or pool.numel() == 0:
@@ -197,6 +202,7 @@ def populate(pool: Tensor) -> None:
         first, last = max(address, start), min(address + _POPULATED_BYTES, end)
         if madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_POPULATE_WRITE) != 0:
             return
+        on_piece()
 
 
 def _map(shape: CacheShape, num_blocks: int) -> Tensor:

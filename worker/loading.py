@@ -41,8 +41,6 @@ from worker.profile_run import CudaMemory, profile, run_prompts
 from worker.ranks import ALONE, WHOLE_HOST, Host, Ranks
 from worker.weights import weight_bytes
 
-# A prompt that waits for the worker's start is answered within this; to take memory meanwhile costs it a third more.
-_FIRST_ANSWER_S = 0.5
 log = logging.getLogger(__name__)
 
 
@@ -212,7 +210,7 @@ def warm_up(
 
 
 def populate_beside(runner: ModelRunner, cores: Iterable[int]) -> None:
-    """Takes the cache's memory on any of `cores`, beside the steps, but for the answer that somebody waits for already.
+    """Takes the cache's memory on any of `cores`, between steps.
 
     A thread is bound to what the one that starts it is bound to: whoever has loaded, to a core that its steps need.
     """
@@ -221,9 +219,7 @@ def populate_beside(runner: ModelRunner, cores: Iterable[int]) -> None:
         os.sched_setaffinity(0, cores)
         runner.populate_cache()
 
-    thread = threading.Timer(_FIRST_ANSWER_S, populate)
-    thread.name, thread.daemon = "populate", True
-    thread.start()
+    threading.Thread(target=populate, name="populate", daemon=True).start()
 
 
 def give_back_freed_memory() -> None:

@@ -4,6 +4,8 @@ A token that the step before samples is taken from where that step leaves it on 
 when somebody asks for its answer, and when a penalty is to be put on tokens that it samples.
 """
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
@@ -37,6 +39,8 @@ from worker.step_in_flight import Note, StepInFlight, StepMarks, to_host
 from worker.streams import Mark, Streams, streams_of
 from worker.transfer import Array
 
+# Without a step for this long there is nothing to do.
+_IDLE_S = 0.1
 Column = TypeVar("Column", Array, Tensor)
 
 
@@ -82,6 +86,8 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         # The one step in flight, if any, that samples tokens which penalties of the next steps are put on.
         self._to_be_noted: StepInFlight | None = None
+        # The end of the last step that was given to the device, by the monotonic clock; none while one is being given.
+        self._idle_since = -math.inf
         if not self._ranks.place.is_first:
             self._ranks.on_arrival = self._note_arrival
 
@@ -103,8 +109,12 @@ class ModelRunner:
         )
 
     def populate_cache(self) -> None:
-        """Takes the cache's memory before it is needed; from any thread, beside the steps."""
-        self._cache.populate()
+        """Takes the cache's memory before it is needed, from any thread, while no steps come: it takes a core."""
+        self._cache.populate(self._wait_until_idle)
+
+    def _wait_until_idle(self) -> None:
+        while time.monotonic() - self._idle_since < _IDLE_S:
+            time.sleep(_IDLE_S)
 
     def is_usable(self) -> bool:
         """Whether the device does what it is given; a GPU that has faulted does not, as long as this process lives."""
@@ -125,7 +135,7 @@ class ModelRunner:
         Raises:
             MalformedStep: nothing is computed; new and finished requests may have been noted.
         """
-        begun, self._arrived = self._streams.mark(), None
+        begun, self._arrived, self._idle_since = self._streams.mark(), None, math.inf
         step = read_step(request, self.limits)
         self._live.note(request, step)
         # The other stages know no logits, and check what concerns them.
@@ -164,6 +174,7 @@ class ModelRunner:
         in_flight = StepInFlight(request.step_id, request.epoch, marks, sampled, prompt, notes)
         if notes:
             self._to_be_noted = in_flight
+        self._idle_since = time.monotonic()
         return in_flight
 
     def _note_samples(self) -> None:

@@ -29,8 +29,8 @@ _WARM = "warm"
 _FAILURES = (EngineError, BenchError)
 # An engine that goes on has looked at its timers within this time.
 _SETTLE_S = 0.5
-# One that has answered for the first time has done by then what it does once: ours takes its cache's memory, of which a
-# stream beside it takes half as long again.
+# One that has answered for the first time has done by then what it does once: ours takes its cache's memory, which it
+# does while nobody asks it anything.
 _START_S = 5.0
 
 
