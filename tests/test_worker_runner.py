@@ -366,3 +366,6 @@ def test_the_caches_memory_is_not_taken_during_a_step_however_long_it_takes(runn
     monkeypatch.setattr(CacheEngine, "swap", swap)
     run_alone(runner, PROMPT, 2)
     between_pieces()
+    with pytest.raises(MalformedStep):
+        runner.launch(step(Row(2, [1_000_000], range(3)), new={2: GREEDY}))
+    between_pieces()

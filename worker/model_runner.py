@@ -135,7 +135,7 @@ class ModelRunner:
         Raises:
             MalformedStep: nothing is computed; new and finished requests may have been noted.
         """
-        begun, self._arrived, self._idle_since = self._streams.mark(), None, math.inf
+        begun, self._arrived = self._streams.mark(), None
         step = read_step(request, self.limits)
         self._live.note(request, step)
         # The other stages know no logits, and check what concerns them.
@@ -143,6 +143,7 @@ class ModelRunner:
         targets = self._live.prompt_targets(step) if self._ranks.place.is_last else []
         indexes = self._indexes(step, targets)
 
+        self._idle_since = math.inf
         num_rows, num_tokens = len(step.request_ids), len(step.token_ids)
         graph_size = self._graphs.size_for(num_rows, num_tokens) if self._graphs is not None else None
 
