@@ -139,8 +139,6 @@ def up(
     log_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Start a cluster on this machine: worker, scheduler and router, or several of each. Ctrl-C drains it."""
-    import dataclasses
-
     from pagewire import early_worker, models
     from pagewire.launch import LaunchOptions, Setting, check_free, shared_settings
     from pagewire.up import up as run
@@ -274,11 +272,12 @@ def generate(
     prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object with everything.")] = False,
 ) -> None:
-    """Continue a text; it is written as it is made."""
+    """Continue a text; it is written as it is made. Exit 1 if the prompt can never fit into the KV cache."""
     from pagewire import logprobs as table
     from pagewire import terminal
     from pagewire.client import Client
     from pagewire.request import Options
+    from pagewire.results import FinishReason
 
     options = Options(
         max_tokens=max_tokens,
@@ -308,14 +307,21 @@ def generate(
     )
     with Client(target, ctx.obj) as client:
         if json:
-            typer.echo(terminal.as_json(client.generate(prompt, timeout=timeout, **options)))
-            return
-        several = n is not None and n > 1
-        completion = terminal.show(client.stream(prompt, timeout=timeout, **options), headings=several)
-        for line in table.lines(completion, lambda id_: client.detokenize([id_], skip_special_tokens=False)):
-            typer.echo(line)
-    streamed = not beam_width and (best_of or 1) <= (n or 1)
-    _console(stderr=True).print(terminal.summary(completion, streamed=streamed), style="dim")
+            completion = client.generate(prompt, timeout=timeout, **options)
+            typer.echo(terminal.as_json(completion))
+        else:
+            several = n is not None and n > 1
+            completion = terminal.show(client.stream(prompt, timeout=timeout, **options), headings=several)
+            for line in table.lines(completion, lambda id_: client.detokenize([id_], skip_special_tokens=False)):
+                typer.echo(line)
+    console = _console(stderr=True)
+    for remark in terminal.remarks(completion):
+        console.print(remark, style="yellow", markup=False)
+    if not json:
+        streamed = not beam_width and (best_of or 1) <= (n or 1)
+        console.print(terminal.summary(completion, streamed=streamed), style="dim")
+    if any(output.finish_reason is FinishReason.IGNORED for output in completion.outputs):
+        raise typer.Exit(1)
 
 
 def _biases(words: list[str] | None) -> dict[int, float] | None:

@@ -3,6 +3,7 @@
 The services are started by name, as any other user of this machine would; this room imports nothing of theirs.
 """
 
+import errno
 import os
 import socket
 from dataclasses import dataclass, replace
@@ -30,6 +31,17 @@ SHARED_OPTIONS = {
     "record": ("scheduler",),
     "log_level": SERVICES,
     "log_format": SERVICES,
+}
+# What the launcher tells services itself, to connect them; and a run that ends before it serves.
+_LAUNCHERS = {
+    "worker": ("listen", "model", "selftest"),
+    "scheduler": ("listen", "worker"),
+    "router": ("listen", "scheduler", "model", "share-port"),
+}
+_IN_PLACE_OF = {
+    "router.listen": "say --host and --port",
+    "router.share-port": "say --routers",
+    "worker.selftest": "run `python -m worker --selftest`",
 }
 # Addresses that peers can not share: the first of several has the one that is told, each other one the next port.
 _UNSHARED_ADDRESSES = ("admin-listen", "metrics-listen")
@@ -63,13 +75,17 @@ class Setting:
         """A setting from "SERVICE.OPTION=VALUE".
 
         Raises:
-            LaunchError: it is not of that form, or names no service.
+            LaunchError: it is not of that form, names no service, or an option that is the launcher's to give.
         """
         name, equals, value = text.partition("=")
         service, dot, option = name.partition(".")
         if not (equals and dot and option) or service not in SERVICES:
             raise LaunchError(f"--set {text}: write SERVICE.OPTION=VALUE, where SERVICE is {', '.join(SERVICES)}")
-        return cls(service, option.replace("_", "-"), value)
+        option = option.replace("_", "-")
+        if option.removeprefix("no-") in _LAUNCHERS[service]:
+            remedy = "say --model" if option == "model" else _IN_PLACE_OF.get(f"{service}.{option}", "leave it out")
+            raise LaunchError(f"--set {text}: `pagewire up` gives this option itself; {remedy}")
+        return cls(service, option, value)
 
     def __str__(self) -> str:
         return f"{self.service}.{self.option}={self.value}"
@@ -234,7 +250,8 @@ def check_free(options: LaunchOptions) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((options.host, options.port))
     except OSError as error:
-        raise LaunchError(f"cannot listen on {options.address}: {error.strerror}; choose another --port") from error
+        remedy = "choose another --port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "choose another --host"
+        raise LaunchError(f"cannot listen on {options.address}: {error.strerror}; {remedy}") from error
 
 
 def free_port() -> int:

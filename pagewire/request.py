@@ -136,7 +136,13 @@ def detokenize_request(token_ids: Sequence[int], skip_special_tokens: bool | Non
 
 
 def as_messages(prompt: str | Sequence[Message]) -> Sequence[Message]:
-    """A conversation as it is, or a text as its one user turn."""
+    """A conversation as it is, or a text as its one user turn.
+
+    Raises:
+        InvalidRequest: a conversation without a message, which elsewhere would be taken for token ids.
+    """
+    if not isinstance(prompt, str) and not prompt:
+        raise invalid("chat.messages", "must not be empty")
     return [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
 
 
@@ -150,7 +156,10 @@ def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: object
     elif prompt and isinstance(prompt[0], Mapping):
         request.chat.SetInParent()
         for index, message in enumerate(prompt):
+            is_complete = isinstance(message, Mapping) and message.keys() == Message.__annotations__.keys()
             try:
+                if not is_complete or None in message.values():  # which would be as if it were empty
+                    raise TypeError
                 request.chat.messages.add(**message)
             except (TypeError, ValueError) as error:
                 path = f"chat.messages[{index}]"

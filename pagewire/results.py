@@ -56,6 +56,7 @@ class Delta:
         stop_match: the stop string or the token id that ended the sequence.
         cumulative_logprob: sum of the log-probabilities of the sequence's tokens; set with `finish_reason`.
         logprobs: of each token; empty unless asked for with `logprobs=N`.
+        finish_message: why it ended, in words, where the request alone does not tell: for want of KV blocks, say.
     """
 
     index: int
@@ -65,6 +66,7 @@ class Delta:
     stop_match: str | int | None = None
     cumulative_logprob: float | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +203,16 @@ class _Sequence:
 
     def output(self, index: int) -> Output:
         end = self.last or Delta(index, "")
-        text, ids, logprobs = "".join(self.texts), tuple(self.token_ids), tuple(self.logprobs)
-        return Output(index, text, ids, end.finish_reason, end.stop_match, end.cumulative_logprob, logprobs)
+        return Output(
+            index,
+            "".join(self.texts),
+            tuple(self.token_ids),
+            end.finish_reason,
+            end.stop_match,
+            end.cumulative_logprob,
+            tuple(self.logprobs),
+            end.finish_message,
+        )
 
 
 def completion(response: pb.CompleteResponse) -> Completion:
@@ -240,6 +250,7 @@ def _fields(output: pb.Output) -> dict[str, Any]:
         "stop_match": getattr(output.stop_match, match) if match else None,
         "cumulative_logprob": output.cumulative_logprob if output.HasField("cumulative_logprob") else None,
         "logprobs": _logprobs(output.logprobs),
+        "finish_message": output.finish_message,
     }
 
 

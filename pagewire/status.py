@@ -71,14 +71,14 @@ def _show_model(target: str, access: Access, console: Console) -> None:
 def _show_load(target: str, access: Access, console: Console) -> None:
     try:
         with introspection(target, access) as stub:
-            answer = stub.GetState(introspection_pb2.GetStateRequest(), timeout=_TIMEOUT_S)
+            answer = stub.GetState(introspection_pb2.GetStateRequest(), timeout=_TIMEOUT_S, metadata=access.metadata)
     except RequestError as error:
         console.print(f"load     unknown: {error}", markup=False)
         return
     now = answer.state
     pool = now.block_pool
     available = pool.num_free + pool.num_cached
-    console.print(f"blocks   {available} of {pool.num_total} free, {pool.num_cached} of them cached")
+    console.print(f"blocks   {available} of {pool.num_total} available, {pool.num_cached} of them cached")
     console.print(f"requests {now.num_running} running, {now.num_waiting} waiting, {now.num_swapped} swapped")
     for each in answer.schedulers:
         console.print(f"         {in_a_line(each)}", markup=False)

@@ -59,6 +59,10 @@ class CannotListen(OSError):
     """A server's address can not be bound; the message names it."""
 
 
+class CannotServe(RuntimeError):
+    """What a process was told does not fit what it met; the message says what to change."""
+
+
 class CannotTrace(RuntimeError):
     """Spans were asked for, and can not be made; the message says what is missing."""
 

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from protos import logs, pollers  # what follows imports grpc
-from protos.errors import CannotListen, CannotTrace
+from protos.errors import CannotListen, CannotServe, CannotTrace
 from protos.logs import LogFormat, LogLevel
 
 # Whose settings may stand in one environment; CLIENT stands for the command line's.
@@ -124,6 +124,6 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     pollers.keep()
     try:
         uvloop.run(supervised())
-    except (CannotListen, CannotTrace) as error:
+    except (CannotListen, CannotServe, CannotTrace) as error:
         logging.getLogger(__name__).error(str(error))
         sys.exit(1)

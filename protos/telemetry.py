@@ -28,7 +28,7 @@ def start_tracer(service: str, settings: Settings) -> "Tracer | None":
     try:
         from protos.tracing import Tracer
     except ModuleNotFoundError as error:
-        raise CannotTrace(f"--otlp-endpoint needs {error.name}: pip install 'pagewire[otel]'") from error
+        raise CannotTrace(f"--otlp-endpoint needs {error.name}: pip install -e '.[otel]'") from error
     return Tracer(service, settings.otlp_endpoint)
 
 

@@ -288,7 +288,8 @@ class GenerationService:
 
     def _welcome(self) -> session_pb2.Welcome:
         if self._schedulers.welcome is None:
-            raise unavailable("NO_SCHEDULER", "the model is still loading; retry")
+            message = "no scheduler has answered yet: the model is still loading, or this router's log says why not; retry"
+            raise unavailable("NO_SCHEDULER", message)
         return self._schedulers.welcome
 
     def _model(self) -> ServedModel:

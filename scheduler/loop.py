@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import grpc
 
-from protos.errors import Refusal
+from protos.errors import CannotServe, Refusal
 from protos.patience import Patience
 from protos.worker_pb2 import GetInfoResponse
 from scheduler.block_manager import BlockManager
@@ -98,7 +98,11 @@ class SchedulerLoop:
             self._link.interrupt()
 
     async def run(self) -> None:
-        """Runs for ever: through idle times, and through as many workers as it takes."""
+        """Runs for ever: through idle times, and through as many workers as it takes.
+
+        Raises:
+            CannotServe: the first worker has less room than the steps that are asked for take.
+        """
         while True:
             info = await self._link.connect()
             if not self._adopt(info):
@@ -159,10 +163,10 @@ class SchedulerLoop:
         if info.max_num_batched_tokens < policy.max_num_batched_tokens:
             message = (
                 f"--max-num-batched-tokens {policy.max_num_batched_tokens} is more than the "
-                f"{info.max_num_batched_tokens} that the worker has room for"
+                f"{info.max_num_batched_tokens} that the worker has room for: lower it, or raise the worker's"
             )
             if self.core is None:
-                raise ValueError(message)
+                raise CannotServe(message)
             log.error("worker refused: %s", message)
             return False
         pools = BlockManager(info.num_blocks, info.block_size, info.num_cpu_blocks)

@@ -113,6 +113,7 @@ class FakeIntrospection(IntrospectionServiceServicer):
     Attributes:
         schedulers: that the states are of, where there are several.
         intervals_ms: of the watches that came.
+        tokens: what each question for the state carried.
     """
 
     def __init__(self) -> None:
@@ -121,8 +122,10 @@ class FakeIntrospection(IntrospectionServiceServicer):
         self.refusal: Refusal | None = None
         self.explanations: dict[str, introspection_pb2.ExplainRequestResponse] = {}
         self.intervals_ms: list[int] = []
+        self.tokens: list[str | bytes | None] = []
 
     def GetState(self, request, context):
+        self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
         with _refusals(context):
             if self.refusal is not None:
                 raise self.refusal

@@ -110,6 +110,7 @@ def test_generate_prints_everything_as_one_json_object(run):
                 "stop_match": 2,
                 "cumulative_logprob": -1.5,
                 "logprobs": [],
+                "finish_message": "",
             }
         ],
         "usage": {"prompt_tokens": 5, "cached_prompt_tokens": 2, "completion_tokens": 3},
@@ -153,6 +154,19 @@ def test_generate_shows_log_probabilities_below_the_text(run, fake):
     ]
     asked = [list(request.token_ids) for request in fake.requests if isinstance(request, pb.DetokenizeRequest)]
     assert asked == [[7], [1], [2]], "each token is asked for once"
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("reason", "exit_code"), [(pb.FINISH_REASON_LENGTH, 0), (pb.FINISH_REASON_IGNORED, 1)], ids=["length", "ignored"]
+)
+def test_generate_says_why_an_answer_ended_for_want_of_blocks(run, fake, reason, exit_code, more):
+    why = "needs 9 KV blocks, and the pool has 4"
+    fake.script = lambda request: [last(delta("", finish_reason=reason, finish_message=why))]
+    shown = run("generate", "Hi", *more)
+    assert (shown.exit_code, shown.stderr.splitlines()[0]) == (exit_code, why)
+    if more:
+        assert json.loads(shown.stdout)["outputs"][0]["finish_message"] == why
 
 
 @pytest.mark.parametrize(

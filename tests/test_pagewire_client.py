@@ -99,6 +99,9 @@ def test_a_misspelt_option_is_refused():
         ("Hi", {"early_stopping": "soon"}, "sampling.early_stopping"),
         ([1, -1], {}, "token_ids.ids"),
         ([{"role": "user", "text": "Hi"}], {}, "chat.messages[0]"),
+        ([{"role": "user"}], {}, "chat.messages[0]"),
+        ([{"role": "user", "content": None}], {}, "chat.messages[0]"),
+        ([{"role": "user", "content": "Hi"}, "Hi"], {}, "chat.messages[1]"),
         (b"Hi", {}, "prompt"),
     ],
 )
@@ -106,6 +109,14 @@ def test_a_value_that_fits_no_field_is_an_invalid_request_naming_it(prompt, opti
     with pytest.raises(errors.InvalidRequest) as caught:
         generate_request(prompt, options)
     assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_a_conversation_without_a_message_is_not_taken_for_token_ids(client, fake):
+    for ask in (client.chat, client.stream_chat):
+        with pytest.raises(errors.InvalidRequest) as caught:
+            ask([])
+        assert [violation.field for violation in caught.value.violations] == ["chat.messages"]
+    assert not fake.requests
 
 
 # Results

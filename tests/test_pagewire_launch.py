@@ -339,12 +339,30 @@ def test_a_malformed_setting_is_refused(text):
         Setting.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("worker.listen=127.0.0.1:1", "leave it out"),
+        ("scheduler.worker=127.0.0.1:1", "leave it out"),
+        ("router.listen=127.0.0.1:1", "--port"),
+        ("router.share_port=false", "--routers"),
+        ("worker.model=/m", "--model"),
+        ("worker.selftest=true", "python -m worker --selftest"),
+    ],
+)
+def test_a_setting_that_is_the_launchers_own_is_refused_with_what_to_say_in_its_place(text, remedy):
+    with pytest.raises(LaunchError, match=f"{text}: .*{remedy}"):
+        Setting.parse(text)
+
+
 def test_a_taken_port_is_an_error_before_anything_starts(home):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(LaunchError, match=f"127.0.0.1:{port}: Address already in use; choose another --port"):
             check_free(LaunchOptions("/m", port=port))
     check_free(LaunchOptions("/m", port=port))
+    with pytest.raises(LaunchError, match="choose another --host"):
+        check_free(LaunchOptions("/m", host="no.such.host.invalid", port=port))
 
 
 # The whole launcher, as a user's commands

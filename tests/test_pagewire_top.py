@@ -131,6 +131,12 @@ def test_of_several_schedulers_each_has_a_line_of_its_own(fake, target):
     assert picture(view, terminal())[-2:] == [f"schedulers  {IN_LINES[0]}", f"            {IN_LINES[1]}"]
 
 
+def test_whoever_shows_the_state_gets_in_with_a_token(fake, target):
+    for arguments in (["top", "--once", "--target", target], ["status", "--port", target.rpartition(":")[2]]):
+        assert CliRunner().invoke(app, ["--token", "t", *arguments]).exit_code == 0
+    assert fake.tokens == ["Bearer t"] * 2
+
+
 def test_what_was_never_measured_is_a_dash_and_a_server_without_a_swap_pool_has_no_bar_for_it():
     view = View("host:1", terminal())
     view.take(pb.WatchStateResponse(state=pb.SchedulerState(block_pool=pb.BlockPool(num_total=4, num_free=4))))

@@ -1,5 +1,6 @@
 """Settings from flags and environment, log lines, and the end of a process."""
 
+import asyncio
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from fakes import FakeWorker, start_worker
 
 from protos.process import start_logging
 from router.config import RouterSettings
@@ -93,6 +95,20 @@ def test_whatever_a_log_line_tells_of_is_one_line_and_forges_none(form, capsys):
         assert json.loads(events[0])["request_id"] == evil
     else:
         assert f"request_id={json.dumps(evil)}" in events[0]
+
+
+async def test_a_scheduler_whose_steps_are_larger_than_its_worker_has_room_for_ends_with_one_line(tmp_path):
+    sockets = [f"unix:{tmp_path}/{name}" for name in ("worker", "scheduler")]
+    server = await start_worker(FakeWorker(), sockets[0])
+    command = [sys.executable, "-m", "scheduler", "--worker", sockets[0], "--listen", sockets[1]]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--max-num-batched-tokens=8192", stderr=asyncio.subprocess.PIPE
+    )
+    _, written = await process.communicate()
+    await server.stop(0)
+    assert process.returncode == 1
+    assert "8192 is more than the 4096 that the worker has room for: lower it, or raise" in written.decode()
+    assert "Traceback" not in written.decode()
 
 
 LOOP = """

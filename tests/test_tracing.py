@@ -203,7 +203,7 @@ def test_the_missing_extra_is_named(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "protos.tracing", raising=False)
-    with pytest.raises(CannotTrace, match=r"pip install 'pagewire\[otel\]'"):
+    with pytest.raises(CannotTrace, match=r"pip install -e '.\[otel\]'"):
         telemetry.start_tracer("router", Settings(otlp_endpoint="http://127.0.0.1:4317"))
 
 

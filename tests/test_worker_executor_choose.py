@@ -41,8 +41,8 @@ def test_the_first_that_fits_is_taken_unless_one_is_named(facts, name, reason):
     [
         ({"executor": "uni", "tensor_parallel_size": 2}, "leave --executor out"),
         ({"executor": "external"}, "torchrun"),
-        ({"executor": "ray"}, "pip install 'pagewire[ray]'"),
-        ({"tensor_parallel_size": 2, "ray_address": "auto"}, "pip install 'pagewire[ray]'"),
+        ({"executor": "ray"}, "pip install -e '.[ray]'"),
+        ({"tensor_parallel_size": 2, "ray_address": "auto"}, "pip install -e '.[ray]'"),
         ({"tensor_parallel_size": 4, "num_gpus": 2}, "lower the sizes, or install Ray"),
     ],
 )

@@ -73,7 +73,7 @@ def choose(
                 "--executor external is for processes that torchrun starts, which sets RANK and WORLD_SIZE"
             )
         case "ray" if not has_ray:
-            raise ModelError("--executor ray wants the package: pip install 'pagewire[ray]'")
+            raise ModelError("--executor ray wants the package: pip install -e '.[ray]'")
         case name:
             return name, "--executor says so"
     # Some platforms set both for each process, though it is the only one.
@@ -83,7 +83,7 @@ def choose(
         return "uni", "there is one rank"
     if settings.ray_address:
         if not has_ray:
-            raise ModelError("--ray-address wants Ray: pip install 'pagewire[ray]'")
+            raise ModelError("--ray-address wants Ray: pip install -e '.[ray]'")
         return "ray", "--ray-address names a cluster"
     if num_gpus == 0 or num_gpus >= size:
         return "mp", "all ranks have room on this host"
@@ -91,7 +91,7 @@ def choose(
         return "ray", f"{size} ranks want a GPU each, and this host has {num_gpus}"
     raise ModelError(
         f"{sizes}, and this host has {num_gpus} GPUs: lower the sizes, or install Ray for more hosts: "
-        "pip install 'pagewire[ray]'"
+        "pip install -e '.[ray]'"
     )
 
 

@@ -125,7 +125,7 @@ def load_model(
     try:
         from worker.models.generic import load_generic
     except ImportError as error:
-        hint = "install it beside the worker: pip install 'pagewire[transformers]'"
+        hint = "install it beside the worker: pip install -e '.[transformers]'"
         raise UnsupportedModel(
             f"{reason}, and transformers, which may know it, is missing ({hint}): {error}"
         ) from error
