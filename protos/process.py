@@ -1,6 +1,5 @@
 """What our processes do alike at their start and end: settings, event loop, signals."""
 
-import argparse
 import asyncio
 import gc
 import logging
@@ -8,13 +7,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from difflib import get_close_matches
 from typing import NoReturn, Self
 
 import uvloop
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from protos import logs, pollers  # what follows imports grpc
 from protos.errors import CannotListen, CannotServe, CannotTrace
@@ -64,25 +64,43 @@ class Settings(BaseSettings):
             if name.startswith("PAGEWIRE_") and not name.startswith(others) and name not in known
         ]
         if unknown:
-            _usage_error(service, f"unknown environment variable {', '.join(sorted(unknown))}")
+            ours = (
+                f"those of this process begin with {prefix}, and those of compose.yaml are for `docker compose` alone"
+            )
+            _refuse(service, f"unknown environment variable {', '.join(sorted(unknown))}: {ours}")
 
         class WithSources(cls):  # type: ignore[misc, valid-type]
-            model_config = SettingsConfigDict(env_prefix=prefix, cli_prog_name=f"python -m {service}")
+            model_config = SettingsConfigDict(
+                env_prefix=prefix, cli_prog_name=f"python -m {service}", cli_exit_on_error=False
+            )
 
         WithSources.__doc__ = cls.__doc__
         try:
             return CliApp.run(WithSources, cli_args=list(sys.argv[1:] if arguments is None else arguments))
+        except SettingsError as error:
+            _refuse(service, _with_remedy(service, str(error).removeprefix("error parsing CLI: "), cls.model_fields))
         except ValidationError as error:
-            for row in error.errors():
-                option = (
-                    "--" + "-".join(str(part) for part in row["loc"]).replace("_", "-") if row["loc"] else "options"
-                )
-                print(f"python -m {service}: {option}: {row['msg']}", file=sys.stderr)
-            sys.exit(2)
+            rows = [(_option("-".join(map(str, row["loc"]))) or "options", row["msg"]) for row in error.errors()]
+            _refuse(service, *(f"{option}: {said.removeprefix('Value error, ')}" for option, said in rows))
 
 
-def _usage_error(service: str, message: str) -> NoReturn:
-    argparse.ArgumentParser(prog=f"python -m {service}").error(message)
+def _refuse(service: str, *messages: str) -> NoReturn:
+    for message in messages:
+        print(f"python -m {service}: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}" if name else ""
+
+
+def _with_remedy(service: str, message: str, names: Iterable[str]) -> str:
+    """What a command line was refused for, and the options that may have been meant."""
+    known = [_option(name) for name in names]
+    meant = [near for word in re.findall(r"--[\w-]+", message) for near in get_close_matches(word, known, n=1)]
+    if message.startswith("unrecognized") and meant:
+        return f"{message}; did you mean {', '.join(meant)}?"
+    return f"{message}; `python -m {service} --help` lists all"
 
 
 def start_logging(service: str, settings: Settings) -> None:

@@ -235,7 +235,9 @@ class Server:
                 return self._server.add_insecure_port(address)
             return self._server.add_secure_port(address, tls.credentials())
         except RuntimeError as error:
-            raise CannotListen(f"cannot listen on {address}: is another process using it?") from error
+            is_address = address.startswith("unix:") or address.rpartition(":")[2].isdigit()
+            remedy = "is another process using it?" if is_address else "write HOST:PORT or unix:PATH"
+            raise CannotListen(f"cannot listen on {address}: {remedy}") from error
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health of all services, and tells their watchers when it changed; a server that stops stays down."""

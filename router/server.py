@@ -288,7 +288,9 @@ class GenerationService:
 
     def _welcome(self) -> session_pb2.Welcome:
         if self._schedulers.welcome is None:
-            message = "no scheduler has answered yet: the model is still loading, or this router's log says why not; retry"
+            message = (
+                "no scheduler has answered yet: the model is still loading, or this router's log says why not; retry"
+            )
             raise unavailable("NO_SCHEDULER", message)
         return self._schedulers.welcome
 

@@ -27,7 +27,9 @@ def test_flags_win_over_the_environment_and_the_environment_over_defaults(monkey
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--max-num-sequences", "8"], "unrecognized arguments: --max-num-sequences"),
+        (["--max-num-sequences", "8"], "unrecognized arguments: --max-num-sequences 8; did you mean --max-num-seqs?\n"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate; `python -m scheduler --help` lists all\n"),
+        (["--max-num-seqs"], "--max-num-seqs: expected one argument; `python -m scheduler --help` lists all\n"),
         (["--max-num-seqs", "0"], "--max-num-seqs: Input should be greater than or equal to 1"),
         (["--max-num-seqs", "many"], "--max-num-seqs: Input should be a valid integer"),
         (["--metrics-listen", "9464"], "--metrics-listen: 9464 is no address here; write it like 127.0.0.1:9464"),
@@ -43,7 +45,8 @@ def test_a_wrong_option_ends_the_process_with_2_and_names_it(arguments, words, c
     with pytest.raises(SystemExit) as info:
         SchedulerSettings.parse("scheduler", arguments)
     assert info.value.code == 2
-    assert words in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines(keepends=True)
+    assert words in line
 
 
 @pytest.mark.parametrize("name", ["PAGEWIRE_ROUTER_LISTNE", "PAGEWIRE_MODEL"])
