@@ -277,7 +277,7 @@ class Scheduler:
         self.in_flight.check_room()
         self.num_steps += 1
         plan = Plan(self.num_steps)
-        plan.dropped = self._deadlines.take_late(now, self.blocks, self.rates)
+        plan.dropped = self._deadlines.take_late(now, self.blocks, self._rates_to_refuse_by)
         for dropped in plan.dropped:
             self.abort(dropped.group)
         in_the_way = self.suspects.turn(self._held_up[1] if self._held_up is not None else None)
@@ -338,6 +338,12 @@ class Scheduler:
         """Tokens of the next step at most: few on a trial, for all to go on soon after a loss, one after the other."""
         most = self.policy.max_num_batched_tokens
         return max(self.policy.max_num_seqs, most // _SHARE_ON_TRIAL) if self.suspects else most
+
+    @property
+    def _rates_to_refuse_by(self) -> Rates:
+        """What says that a deadline can not be met: nothing while nothing runs. To try costs nobody anything then, and
+        is measured: a rate that a step was too slow for once would refuse for ever else."""
+        return self.rates if self.queues.running or self.in_flight else Rates()
 
     # What runs
 
@@ -459,7 +465,7 @@ class Scheduler:
             num_tokens = min(num_missing, num_tokens_left)
             if self.policy.chunked_prefill and should_follow(plan, num_tokens, len(self.queues.waiting), self.rates):
                 return self._hold_up(group, Reason.NEXT_STEP)
-            if (dropped := too_late(group, num_missing, self.rates, now)) is not None:
+            if (dropped := too_late(group, num_missing, self._rates_to_refuse_by, now)) is not None:
                 plan.dropped.append(dropped)
                 self.abort(group)
                 continue
