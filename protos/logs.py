@@ -41,7 +41,8 @@ class _TextFormatter(logging.Formatter):
         event = record.getMessage()
         if not event.isprintable():
             event = json.dumps(event)
-        line = f"{clock}.{int(record.msecs):03d} {record.levelname.replace('WARNING', 'WARN'):<5.5} {self._service:<9} {event}{facts}"
+        level = record.levelname.replace("WARNING", "WARN")
+        line = f"{clock}.{int(record.msecs):03d} {level:<5.5} {self._service:<9} {event}{facts}"
         if record.exc_info:
             traceback = self.formatException(record.exc_info)
             line += "".join(f"\n    {_printable(row)}" for row in traceback.splitlines())

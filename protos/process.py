@@ -64,9 +64,7 @@ class Settings(BaseSettings):
             if name.startswith("PAGEWIRE_") and not name.startswith(others) and name not in known
         ]
         if unknown:
-            ours = (
-                f"those of this process begin with {prefix}, and those of compose.yaml are for `docker compose` alone"
-            )
+            ours = f"ours begin with {prefix}, and those of compose.yaml are for `docker compose` alone"
             _refuse(service, f"unknown environment variable {', '.join(sorted(unknown))}: {ours}")
 
         class WithSources(cls):  # type: ignore[misc, valid-type]

@@ -223,8 +223,8 @@ class LiveRequest:
         self.stats: session_pb2.RequestStats | None = None
         self.trace = trace
         self.accepted = False
-        # Schedulers that were lost in a row, without a token between, and how many tokens there were then.
-        self._num_lost = 0
+        # The lives of schedulers that were lost without a token between, and how many tokens there were then.
+        self._lost: set[tuple[str, int]] = set()
         self._num_tokens_when_lost = 0
         self._arrival = arrival
         self._on_stop = on_stop
@@ -325,12 +325,16 @@ class LiveRequest:
         self._heartbeat = heartbeat
         self._filled.set()
 
-    def lose(self) -> int:
-        """Its scheduler is lost; gives how many were in a row, without a token between."""
+    def lose(self, life: tuple[str, int]) -> int:
+        """Its scheduler is lost, or out of reach; gives how many were, without a token between.
+
+        One life of a scheduler counts once: a connection that breaks again and again has killed nobody.
+        """
         if self.num_tokens > self._num_tokens_when_lost:
-            self._num_lost, self._num_tokens_when_lost = 0, self.num_tokens
-        self._num_lost += 1
-        return self._num_lost
+            self._num_tokens_when_lost = self.num_tokens
+            self._lost.clear()
+        self._lost.add(life)
+        return len(self._lost)
 
     def rename(self) -> bool:
         """Takes another id, since this one is in use elsewhere; False where its client brought it, or was told it."""

@@ -95,6 +95,11 @@ class SchedulerLink:
         return self.connected and self.load.serving and not self.draining and not self.stalled
 
     @property
+    def life(self) -> tuple[str, int]:
+        """Its address, and which of the processes there it is, or was last."""
+        return self.address, 0 if self.welcome is None else self.welcome.scheduler_epoch
+
+    @property
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
@@ -322,7 +327,7 @@ class SchedulerLink:
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:
         log.info("scheduler connected", extra={"model": welcome.model.model, "epoch": welcome.scheduler_epoch})
-        self.welcome = welcome
+        last_life, self.welcome = self.life, welcome
         self.connected = True
         went_in_order, self.draining = self.draining, False
         self._absence.end()
@@ -335,7 +340,7 @@ class SchedulerLink:
             if not self.accepted:
                 live.fail(lost(live, "its scheduler came back with another model"))
             elif live.handle in unknown:
-                self._on_lost(live, in_order=went_in_order)
+                self._on_lost(live, last_life, in_order=went_in_order)
             else:
                 self._stop_again(live)
 
@@ -348,9 +353,9 @@ class SchedulerLink:
         self._absence.begin()
         self._on_change()
 
-    def _on_lost(self, live: LiveRequest, *, in_order: bool) -> None:
-        """The scheduler that had a request is gone, and another one stands in its place."""
-        if not in_order and live.lose() >= MOST_LOST:
+    def _on_lost(self, live: LiveRequest, life: tuple[str, int], *, in_order: bool) -> None:
+        """The scheduler that had a request is gone and another one stands in its place, or it waited too long for us."""
+        if not in_order and live.lose(life) >= MOST_LOST:
             return live.fail(given_up())
         log.info("request goes on", extra={"request_id": live.request.request_id, "tokens": live.num_tokens})
         return self._send_submit(live)

@@ -285,7 +285,7 @@ class Schedulers:
     def _hand_over(self, live: LiveRequest, link: SchedulerLink) -> None:
         """Moves a request away from a scheduler that is gone, or about to go."""
         self._refusing.pop(live.handle, None)
-        if not link.gone_in_order and live.lose() >= MOST_LOST:
+        if not link.gone_in_order and live.lose(link.life) >= MOST_LOST:
             live.fail(given_up())
         else:
             self._move(live)

@@ -216,9 +216,9 @@ class GenerationService:
             )
             self._schedulers.submit(live, context.time_remaining(), holder)
         except BaseException:
-            if held is None:
-                del self._live[scoped_id]
             self._tenant_limits.cancel(permit)
+            if held is None and self._live.get(scoped_id) is None:  # else it is another call's by now
+                self._live.pop(scoped_id, None)
             raise
         if held is not None:  # its call's connection is dead; the scheduler has already given the request to this one
             held.fail(taken_over())
@@ -245,7 +245,8 @@ class GenerationService:
 
     def _rename(self, live: LiveRequest, tenant: Tenant, call: ClientCall) -> None:
         """Gives a request that brings no id another one, since a request at another router has this one."""
-        del self._live[live.request.scoped_id]
+        if self._live.get(live.request.scoped_id) is live:
+            del self._live[live.request.scoped_id]
         call.request_id = request_id = _suffixed(call.header_id)
         scoped_id = self._tenants.scoped(tenant, request_id)
         live.request = replace(live.request, request_id=request_id, scoped_id=scoped_id)

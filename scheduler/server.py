@@ -73,14 +73,15 @@ class SessionService:
             ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            # First of all, since whoever waits can be cancelled.
             if self._sessions.disconnect(session, outbox):
                 live = sum(bool(ticket.group.live) for ticket in session.tickets.values())
                 log.info("router disconnected", extra={"router_id": session.router_id, "live": live})
                 timer = asyncio.get_running_loop().call_later(self._settings.lease_s, self._end_lease, session)
                 self._leases[session.router_id] = timer
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
             if isinstance(result, Exception) and not isinstance(
                 result, grpc.aio.BaseError

@@ -42,6 +42,7 @@ class FakeScheduler(SessionServiceServicer):
         num_blocks: of its KV cache.
         is_silent: whether it answers no pings.
         is_new: whether it has no request that a router comes back for.
+        epoch: which of its lives this is.
         heard: Submit, StopSequence and Cancel messages, in order.
         state: what GetState answers; None for no answer.
         explanations: what Explain answers, by request id.
@@ -52,6 +53,7 @@ class FakeScheduler(SessionServiceServicer):
     num_blocks: int = 64
     is_silent: bool = False
     is_new: bool = False
+    epoch: int = 1
     heard: "asyncio.Queue[session_pb2.SessionRequest]" = field(default_factory=asyncio.Queue)
     state: session_pb2.GetStateResponse | None = field(default_factory=session_pb2.GetStateResponse)
     explanations: dict[str, session_pb2.ExplainResponse] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class FakeScheduler(SessionServiceServicer):
             num_blocks=self.num_blocks,
         )
         welcome = session_pb2.Welcome(
-            scheduler_epoch=1,
+            scheduler_epoch=self.epoch,
             lease_ms=1000,
             model=model,
             limits=session_pb2.Limits(max_num_seqs=8),
@@ -157,6 +159,7 @@ class RouterAlone:
         """Ends the first scheduler's process, as it were, and starts another one at its address."""
         await self.servers[0].stop(0)
         self.scheduler.is_new = True
+        self.scheduler.epoch += 1
         self.servers[0] = await start_scheduler(self.scheduler, self.scheduler_address)
 
     @property

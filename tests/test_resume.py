@@ -1,5 +1,6 @@
 """Streams that break off and go on: the client's part, the router's, and both together."""
 
+import asyncio
 import threading
 
 import grpc
@@ -7,7 +8,7 @@ import pytest
 from cluster import cluster
 from fakes import TEXT
 from pagewire_fakes import FakeGeneration, delta, last, serving
-from router_fakes import finished, router_alone
+from router_fakes import FakeScheduler, finished, router_alone
 
 from pagewire import AsyncClient, Client, errors, resumption
 from protos.errors import Refusal, Violation, invalid_argument, taken_over, unavailable
@@ -231,6 +232,51 @@ async def test_a_request_that_is_resumed_leaves_the_call_whose_connection_is_dea
         assert heard["cancel"].cancel.handle == handle
         await plane.scheduler.tell({0: b"ab"}, finished(handle=handle + 1), handle=heard["submit"].submit.handle)
         assert (await call.read()).outputs[0].text == "ab"
+
+
+class Slow(FakeScheduler):
+    """One that says who has a request only when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+        self.was_cancelled = asyncio.Event()
+
+    async def Explain(self, request, context):
+        gate = asyncio.Event()
+        await self.gates.put(gate)
+        try:
+            await gate.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled.set()
+            raise
+        return await super().Explain(request, context)
+
+
+async def test_calls_that_resume_one_request_at_once_and_break_off_leave_nothing_behind():
+    scheduler = Slow()
+    async with router_alone(scheduler, tenant_max_requests=2) as plane:
+        asked = resuming(sampling=pb.SamplingParams(seed=7))
+        asked.ClearField("resume")
+        begun = plane.generation.Generate(asked)
+        await scheduler.submitted()
+        first_call = plane.generation.Generate(resuming(7))
+        first_gate = await scheduler.gates.get()
+        begun.cancel()
+        assert (await scheduler.heard.get()).HasField("cancel")
+        second_call = plane.generation.Generate(resuming(7))
+        await scheduler.gates.get()
+        first_gate.set()
+        await scheduler.submitted()
+        first_call.cancel()
+        assert (await scheduler.heard.get()).HasField("cancel")
+        second_call.cancel()
+        await scheduler.was_cancelled.wait()
+        calls = [plane.generation.Generate(pb.GenerateRequest(text="p")) for _ in range(2)]
+        for _ in calls:
+            await scheduler.submitted()  # neither is refused for what the others have left behind
+        for call in calls:
+            call.cancel()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import pytest
 from cluster import Cluster, cluster, free_port
-from fakes import TEXT
+from fakes import TEXT, FakeWorker, control_plane
 from router_fakes import FakeScheduler, RouterAlone, finished, router_alone, start_scheduler
 
 from protos import session_pb2
@@ -166,6 +166,22 @@ async def test_a_request_that_loses_three_schedulers_in_a_row_is_given_up():
         with pytest.raises(grpc.aio.AioRpcError, match="3 schedulers in a row") as info:
             await call.read()
         assert info.value.code() is grpc.StatusCode.INTERNAL
+
+
+async def test_a_connection_that_breaks_for_longer_than_the_lease_again_and_again_gives_no_request_up():
+    async with control_plane(FakeWorker(), lease_s=0.01, max_num_seqs=1) as plane:
+        plane.worker.gate.clear()
+        calls = []
+        for num_live in (1, 2):  # one runs, the other one waits for it
+            calls.append(asyncio.ensure_future(plane.text("p", max_tokens=5)))
+            await plane.until(lambda state, n=num_live: state.num_running + state.num_waiting == n)
+        for _ in range(4):
+            await plane.cut_sessions(refuse=True)
+            await plane.until_scheduler(lambda state: state.num_running + state.num_waiting == 0)  # the lease has ended
+            plane.proxy.refusing = False
+            await plane.until_scheduler(lambda state: state.num_running + state.num_waiting == 2)
+        plane.worker.gate.set()
+        assert await asyncio.gather(*calls) == [TEXT[:5]] * 2
 
 
 async def test_a_request_waits_for_its_scheduler_to_come_back_for_a_while():

@@ -1,5 +1,6 @@
 """The Session stream by hand: what a router that breaks off, comes back or stays away finds at the scheduler."""
 
+import asyncio
 import contextlib
 
 import grpc
@@ -12,8 +13,13 @@ from protos.columns import pack, unpack
 from protos.rpc import SESSION_PROTOCOL_VERSION, dial
 from protos.sampling_pb2 import Sampling
 from protos.session_pb2_grpc import SessionServiceStub
+from protos.worker_pb2 import GetInfoResponse
 from scheduler import sessions
+from scheduler.config import SchedulerSettings
+from scheduler.loop import SchedulerLoop
+from scheduler.observer import Observer
 from scheduler.sequence import Sequence
+from scheduler.server import SessionService
 
 
 class HandRouter:
@@ -220,6 +226,37 @@ async def test_a_router_that_stays_away_loses_its_requests_when_the_lease_ends()
         welcome = (await router.open(resume=[pb.Resume(handle=1, num_tokens=pack([0]))])).welcome
         assert unpack(welcome.unknown_handles).tolist() == [1]
         router.call.cancel()
+
+
+class Ending:
+    """The server's side of a session that says Hello and nothing more."""
+
+    def __init__(self) -> None:
+        self.messages = [pb.SessionRequest(hello=pb.Hello(router_id="r", protocol_version=SESSION_PROTOCOL_VERSION))]
+
+    async def read(self) -> object:
+        return self.messages.pop(0) if self.messages else grpc.aio.EOF
+
+    async def write(self, message: pb.SessionResponse) -> None:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("num_turns", range(12))
+async def test_the_lease_begins_even_if_the_call_is_cancelled_while_it_ends(num_turns):
+    held = sessions.Sessions(lambda ticket: None, lambda ticket: None)
+    observer = Observer()
+    loop = SchedulerLoop(SchedulerSettings(), held, observer)
+    loop.info, loop.core = GetInfoResponse(), make()
+    loop.ready.set()
+    call = asyncio.create_task(SessionService(SchedulerSettings(lease_s=0.001), loop, held, 1).Session(None, Ending()))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    was_there = bool(list(held))
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert all(session.outbox is None for session in held)
+    while was_there and list(held):  # until the lease ends
+        await asyncio.sleep(0.001)
 
 
 async def test_a_router_that_comes_back_without_a_request_has_given_it_up():
