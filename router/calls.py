@@ -128,7 +128,8 @@ class ClientCalls(Calls[ClientCall]):
         if call.code is grpc.StatusCode.OK:
             self.num_finished[_FINISHED_REASON[live.finish_reasons[0]]] += 1
             self.request_s.observe(call.total_s)
-            if num_tokens > len(live.streams):
+            # All tokens of a beam search come at once, with its end.
+            if num_tokens > len(live.streams) and live.request.beam_search is None:
                 behind_first = num_tokens - len(live.streams)
                 decode_s = call.total_s - live.ttft_ms / 1e3
                 self.output_token_s.observe(decode_s * len(live.streams) / behind_first)

@@ -112,7 +112,8 @@ class SchedulerLink:
     @property
     def num_queued(self) -> int:
         """Requests that wait or run at the scheduler: what it said last, and what this router did since."""
-        return max(0, self.load.num_waiting + self.load.num_running + len(self._live) - self._num_counted)
+        told = self.load.num_waiting + self.load.num_running + self.load.num_swapped
+        return max(0, told + len(self._live) - self._num_counted)
 
     @property
     def live(self) -> list[LiveRequest]:
@@ -354,7 +355,7 @@ class SchedulerLink:
         self._on_change()
 
     def _on_lost(self, live: LiveRequest, life: tuple[str, int], *, in_order: bool) -> None:
-        """The scheduler that had a request is gone and another one stands in its place, or it waited too long for us."""
+        """The scheduler that had a request is gone, or has not waited for us; whoever is there has not got it."""
         if not in_order and live.lose(life) >= MOST_LOST:
             return live.fail(given_up())
         log.info("request goes on", extra={"request_id": live.request.request_id, "tokens": live.num_tokens})

@@ -6,7 +6,6 @@ and position, so the tokens to come are those that would have come.
 """
 
 import asyncio
-import itertools
 import logging
 import socket
 import time
@@ -27,6 +26,8 @@ from router.scheduler_link import MOST_LOST, SchedulerLink, given_up
 _DNS = "dns:///"
 # How often a name's addresses are looked up.
 _LOOKUP_INTERVAL_S = 5.0
+# Handles go as int32.
+_MOST_HANDLES = 2**31 - 1
 _ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Schedulers:
         self._max_blocks = settings.affinity_blocks
         self._slack = settings.load_slack
         self._on_change = on_change
-        self._handles = itertools.count(1)
+        self._last_handle = 0
         self._links: dict[str, SchedulerLink] = {}
         # What all must serve; None before the first connection.
         self._model: tuple[str, int, int, str, str] | None = None
@@ -87,7 +88,10 @@ class Schedulers:
 
     def new_handle(self) -> int:
         """A number that no other request of this router has."""
-        return next(self._handles)
+        while True:
+            self._last_handle = self._last_handle % _MOST_HANDLES + 1
+            if self._last_handle not in self._places:
+                return self._last_handle
 
     async def who_has(self, scoped_id: str) -> SchedulerLink | None:
         """The scheduler that has this live request, of any router."""
@@ -237,6 +241,7 @@ class Schedulers:
         return self._places.get(handle) is link
 
     def _pick(self, live: LiveRequest, links: Sequence[SchedulerLink]) -> SchedulerLink | None:
+        links = [link for link in links if _has_room(link, live)] or links
         if len(links) < 2:
             return links[0] if links else None
         assert self.welcome is not None
@@ -307,7 +312,11 @@ class Schedulers:
                 facts = {"scheduler": link.address, "its": model, "ours": self._model}
                 log.error("a scheduler serves another model than the others, and gets no requests", extra=facts)
             link.accepted = model == self._model
-        self.welcome = next(link.welcome for link in known if link.accepted)
+        # Of the one with most room, since what only that one can run goes there.
+        accepted = [
+            (link.connected, _size(link.welcome), link.welcome) for link in known if link.accepted and link.welcome
+        ]
+        *_, self.welcome = max(accepted, key=lambda each: each[:2])
 
 
 def load_of(links: Sequence[SchedulerLink]) -> pb.Load:
@@ -327,6 +336,20 @@ def _model(welcome: pb.Welcome) -> tuple[str, int, int, str, str]:
     """What must be equal where requests may go from one scheduler to another."""
     model = welcome.model
     return model.model, model.context_length, model.vocabulary_size, model.dtype, model.quantization
+
+
+def _size(welcome: pb.Welcome) -> tuple[int, int]:
+    """Sequences that run together, and tokens of the KV cache."""
+    return welcome.limits.max_num_seqs, welcome.model.num_blocks * welcome.model.block_size
+
+
+def _has_room(link: SchedulerLink, live: LiveRequest) -> bool:
+    """Whether a scheduler could ever run all of a request's sequences together, up to their first tokens."""
+    assert link.welcome is not None
+    model, num_seqs = link.welcome.model, live.request.num_sequences
+    # The prompt's full blocks once, and for each sequence the one that its first token comes into.
+    num_blocks = len(live.request.prompt_token_ids) // model.block_size + num_seqs
+    return num_seqs <= link.welcome.limits.max_num_seqs and num_blocks <= model.num_blocks
 
 
 def _has(link: SchedulerLink, scoped_id: str) -> bool:

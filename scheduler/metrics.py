@@ -37,7 +37,7 @@ def metrics_of(loop: SchedulerLoop, observer: Observer) -> list[Metric]:
             "pagewire_prompt_tokens_total",
             "counter",
             "Prompt tokens of requests that were scheduled, cached ones included.",
-            of_core(lambda core: core.num_looked_up_tokens),
+            of_core(lambda core: core.num_prompt_tokens),
             aliases=("vllm:prompt_tokens_total",),
         ),
         Metric(

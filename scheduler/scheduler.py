@@ -9,7 +9,6 @@ A sequence has tokens, and some of them are computed. There are no phases: a pro
 recomputation after a preemption are all "compute the next tokens"; who reaches its last token samples one more.
 """
 
-import itertools
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -41,6 +40,8 @@ from scheduler.queues import Queues
 from scheduler.sequence import Progress, Sequence, SequenceGroup, Status
 from scheduler.suspects import RUN_APART, Conviction, Suspects
 
+# Numbers of groups go to the worker as int32.
+_MOST_NUMBERS = 2**31 - 1
 # Of the tokens of a step, those of one that suspects are tried in.
 _SHARE_ON_TRIAL = 4
 
@@ -53,7 +54,8 @@ class Scheduler:
         in_flight: the steps that the worker has not answered.
         rates: what the worker's steps showed it can do.
         suspects: groups that may have killed a worker.
-        num_looked_up_tokens: prompt tokens looked up in the prefix cache, at first admission.
+        num_prompt_tokens: of the groups that were admitted once.
+        num_looked_up_tokens: those of them that were looked up in the prefix cache.
         num_found_tokens: those that were found.
     """
 
@@ -65,13 +67,14 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swap_outs = 0
         self.num_swap_ins = 0
+        self.num_prompt_tokens = 0
         self.num_looked_up_tokens = 0
         self.num_found_tokens = 0
         self.in_flight = StepsInFlight(policy.max_steps_in_flight)
         self.suspects = Suspects(policy.max_failed_steps, self.queues, self.in_flight)
         self._decoder = Decoder(self.queues, cached=policy.prefix_caching)
         self._deadlines = Deadlines()
-        self._numbers = itertools.count(1)
+        self._last_number = 0
         self._blocked: Blocked | None = None
         # The group that the last plan could not let in, or back in, and what it lacked.
         self._held_up: tuple[SequenceGroup, Reason] | None = None
@@ -142,7 +145,7 @@ class Scheduler:
         check_submission(self.policy, num_tokens, n, max_tokens, beam, priority)
         if progress is None:
             check_room(self.policy, self.queues.waiting, num_tokens, tenant, now)
-        number, stops = next(self._numbers), frozenset(stop_token_ids)
+        number, stops = self._new_number(), frozenset(stop_token_ids)
         group = SequenceGroup(
             number=number,
             request_id=request_id,
@@ -169,6 +172,13 @@ class Scheduler:
         if deadline is not None:
             self._deadlines.watch(group, self.rates, self.num_live)
         return group
+
+    def _new_number(self) -> int:
+        """One that no live group has."""
+        while True:
+            self._last_number = self._last_number % _MOST_NUMBERS + 1
+            if self._last_number not in self.queues.groups:
+                return self._last_number
 
     def set_deadline(self, group: SequenceGroup, deadline: float | None) -> None:
         """Somebody else waits for a group from now on, until `deadline`; for ever without one."""
@@ -341,8 +351,10 @@ class Scheduler:
 
     @property
     def _rates_to_refuse_by(self) -> Rates:
-        """What says that a deadline can not be met: nothing while nothing runs. To try costs nobody anything then, and
-        is measured: a rate that a step was too slow for once would refuse for ever else."""
+        """By what a deadline is said to be out of reach: by nothing while nothing runs.
+
+        To try costs nobody anything then, and is measured. Else a step that was slow once would be the last one.
+        """
         return self.rates if self.queues.running or self.in_flight else Rates()
 
     # What runs
@@ -474,7 +486,8 @@ class Scheduler:
             if group.first_scheduled is None:
                 group.first_scheduled = now
                 group.num_cached_prompt_tokens = min(group.root.num_computed_tokens, group.num_prompt_tokens)
-                self.num_looked_up_tokens += group.num_prompt_tokens
+                self.num_prompt_tokens += group.num_prompt_tokens
+                self.num_looked_up_tokens += group.num_prompt_tokens if looks_up else 0
                 self.num_found_tokens += group.num_cached_prompt_tokens
             else:
                 plan.resumed.append(group)

@@ -40,6 +40,7 @@ class FakeScheduler(SessionServiceServicer):
     Attributes:
         model: what it says that it serves.
         num_blocks: of its KV cache.
+        max_num_seqs: sequences that it runs together.
         is_silent: whether it answers no pings.
         is_new: whether it has no request that a router comes back for.
         epoch: which of its lives this is.
@@ -51,6 +52,7 @@ class FakeScheduler(SessionServiceServicer):
 
     model: str = "fake"
     num_blocks: int = 64
+    max_num_seqs: int = 8
     is_silent: bool = False
     is_new: bool = False
     epoch: int = 1
@@ -74,7 +76,7 @@ class FakeScheduler(SessionServiceServicer):
             scheduler_epoch=self.epoch,
             lease_ms=1000,
             model=model,
-            limits=session_pb2.Limits(max_num_seqs=8),
+            limits=session_pb2.Limits(max_num_seqs=self.max_num_seqs),
             unknown_handles=pack(resumed if self.is_new else []),
         )
         await context.write(session_pb2.SessionResponse(welcome=welcome))

@@ -4,6 +4,7 @@ from array import array
 
 import pytest
 
+from protos.sampling_pb2 import Sampling
 from scheduler.block_manager import BlockManager
 from scheduler.plan import StepResult
 from scheduler.policy import Policy
@@ -180,3 +181,11 @@ def test_a_group_that_was_too_large_comes_in_when_its_prefix_is_there_to_share()
     assert sharing.status is Status.WAITING, "five blocks of its own are not free"
     step(core)
     assert sharing.status is Status.RUNNING, "with four shared ones it needs two"
+
+
+@pytest.mark.parametrize(("wanted", "num_looked_up"), [(None, 8), (0, 0), (1, 0)])
+def test_a_prompt_whose_log_probabilities_are_wanted_is_not_looked_up_and_counts_as_a_prompt(wanted, num_looked_up):
+    core = make(prefix_caching=True)
+    submit(core, LONG[:8], sampling=Sampling(num_prompt_tokens=8, num_prompt_logprobs=wanted))
+    core.schedule(0.0)
+    assert (core.num_prompt_tokens, core.num_looked_up_tokens) == (8, num_looked_up)

@@ -148,6 +148,54 @@ async def test_a_stop_string_that_was_met_is_told_to_the_scheduler_that_goes_on(
         assert "".join([output.text async for message in call for output in message.outputs]) == "s"
 
 
+async def test_a_request_goes_only_where_there_could_ever_be_room_for_it():
+    small, large = FakeScheduler(num_blocks=4, max_num_seqs=2), FakeScheduler()
+    for order in ((small, large), (large, small)):
+        async with router_alone(*order, load_slack=0.0) as plane:
+            await two(plane)
+            model = await plane.generation.GetModel(pb.GetModelRequest())
+            assert (model.num_blocks, model.max_n) == (64, 8), "those of the larger one"
+            asked = [wanted("x" * 17, request_id=f"long-{place}") for place in range(4)]
+            asked += [wanted("x", request_id=f"many-{place}", sampling=pb.SamplingParams(n=4)) for place in range(4)]
+            calls = [plane.generation.Generate(each) for each in asked]
+            assert {(await large.submitted()).request_id for _ in calls} == {each.request_id for each in asked}
+            assert small.heard.empty()
+            for call in calls:
+                call.cancel()
+            assert [(await large.heard.get()).HasField("cancel") for _ in calls] == [True] * 8
+
+
+async def test_requests_in_the_swap_pool_count_as_load():
+    async with router_alone(FakeScheduler(), FakeScheduler(), load_slack=0.0) as plane:
+        await two(plane)
+        full, other = plane.schedulers
+        await full.tell_load(serving=True, num_running=1, num_swapped=20)
+        await until(plane, lambda named: True)
+        calls = [plane.generation.Generate(wanted("p", request_id=f"r{place}")) for place in range(4)]
+        for _ in calls:
+            await other.submitted()
+        assert full.heard.empty()
+        for call in calls:
+            call.cancel()
+
+
+async def test_handles_begin_anew_behind_the_last_one_and_leave_live_requests_alone(monkeypatch):
+    monkeypatch.setattr(router_schedulers, "_MOST_HANDLES", 3)
+    async with router_alone() as plane:
+        calls, handles = [], []
+        for _ in range(2):
+            calls.append(plane.generation.Generate(wanted("p")))
+            handles.append((await plane.scheduler.submitted()).handle)
+        for _ in range(3):
+            calls.append(plane.generation.Generate(wanted("p")))
+            handles.append((await plane.scheduler.submitted()).handle)
+            calls.pop().cancel()
+            assert (await plane.scheduler.heard.get()).HasField("cancel")
+        assert handles == [1, 2, 3, 3, 3]
+        for call in calls:
+            call.cancel()
+
+
 async def test_a_request_that_loses_three_schedulers_in_a_row_is_given_up():
     async with router_alone(FakeScheduler()) as plane:
         call = plane.generation.Generate(wanted("a prompt"))

@@ -399,3 +399,15 @@ def test_token_ids_cross_the_border_of_prompt_and_output():
     assert group.token_ids(sequence, 1, 5).tolist() == [12, 13, 7, 8]
     assert group.token_ids(sequence, 0, 2).tolist() == [11, 12]
     assert group.token_ids(sequence, 4, 5).tolist() == [8]
+
+
+def test_numbers_begin_anew_behind_the_last_one_and_leave_live_groups_alone(monkeypatch):
+    monkeypatch.setattr("scheduler.scheduler._MOST_NUMBERS", 3)
+    core = make()
+    kept = submit(core, 4)
+    numbers = []
+    for now in range(4):
+        group = submit(core, 4, now=float(now))
+        numbers.append(group.number)
+        core.abort(group)
+    assert (kept.number, numbers) == (1, [2, 3, 2, 3])
