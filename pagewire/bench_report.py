@@ -61,6 +61,8 @@ def run(
         access: how to get in.
     """
     workload = bench.load(workload_file)
+    if json_file is not None and not json_file.parent.is_dir():
+        raise bench.BenchError(f"--json {json_file}: there is no folder {json_file.parent}")
     with Client(target, access) as client:
         model = client.model(timeout=10)
     pids = [memory_of] if memory_of is not None else _local_pids(target)
@@ -89,7 +91,10 @@ def run(
         )
     console.print(table(rows))
     if json_file is not None:
-        json_file.write_text(json.dumps(report(target, model, workload_file, rows), indent=1) + "\n")
+        try:
+            json_file.write_text(json.dumps(report(target, model, workload_file, rows), indent=1) + "\n")
+        except OSError as error:
+            raise bench.BenchError(f"--json {json_file}: {error.strerror}") from error
 
 
 def best(rows: Sequence[Row]) -> dict[str, Row]:

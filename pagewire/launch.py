@@ -144,6 +144,9 @@ class LaunchOptions:
         if self.value("router", "tls-certificate", "") and not self.access.is_tls:
             remedy = "say what to trust: `pagewire --ca FILE up ...`, or --tls for a well-known authority"
             raise LaunchError(f"router.tls-certificate: the router is asked for its health as clients ask; {remedy}")
+        if self.access.is_tls and not self.value("router", "tls-certificate", ""):
+            remedy = "set router.tls-certificate and router.tls-key, or leave out --tls, --ca and PAGEWIRE_CLIENT_*"
+            raise LaunchError(f"the router has no TLS, and would be asked for its health by TLS: {remedy}")
 
     def num(self, service: str) -> int:
         """Processes of a service."""
@@ -215,6 +218,7 @@ def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
         )
 
     workers, schedulers = sockets("worker"), sockets("scheduler")
+    of_memory = [f"--memory-share={1 / options.replicas:.4f}"] if options.replicas > 1 else []
     behind = ("--scheduler", ",".join(schedulers.values()), "--model", options.model)
     if options.routers == 1:
         routers = [process("router", options.target, "--listen", options.address, *behind)]
@@ -226,7 +230,7 @@ def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
         ]
     return [
         *(
-            process(name, own, "--listen", own, "--model", options.model, share=share)
+            process(name, own, "--listen", own, "--model", options.model, *of_memory, share=share)
             for (name, own), share in zip(workers.items(), shares(options.replicas), strict=True)
         ),
         *(

@@ -14,11 +14,15 @@ from protos.pagewire.v1 import generation_pb2 as pb
 
 # With the delays between them, half a minute.
 _MOST_ATTEMPTS = 12
+# Before anything has come; some six seconds.
+_MOST_BEFORE_BEGUN = 7
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
 # What a server says, or gRPC for it, when it goes and another one may do: ABORTED once a client has tokens, CANCELLED
 # for a call that crosses with its end.
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
+# How gRPC begins its sentence where it has not found a server at all.
+_NOBODY_THERE = "failed to connect"
 # Another call has resumed the stream: to take it back would go on for ever.
 _TAKEN_OVER = "TAKEN_OVER"
 # A server that has no room now, or does not know yet that the broken call is dead. They matter only to who has begun.
@@ -44,6 +48,8 @@ class Resumption:
         # Whether anything has come, and whether the first message told the seed, without which nothing can be resumed.
         self._begun = False
         self._seed: int | None = None
+        # Whether a server was there when the first call was made.
+        self._was_connected = False
         # What broke the stream, until the call that resumes it has shown that it does.
         self._broken_by: RequestError | None = None
 
@@ -79,13 +85,18 @@ class Resumption:
     def delay_after(self, error: RequestError) -> float | None:
         """Seconds after which to try again; None where the error stands.
 
-        A stream that has not begun is tried once more, at once: the connection may have been a dead one.
+        A stream that has not begun is tried once more, at once: the connection may have been a dead one. And then for
+        some seconds, if it was lost with a server that was there.
         """
         self._num_attempts += 1
         self._broken_by = error
         if not self._begun:
-            broken = error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) and not error.reason
-            return 0.0 if broken and self._num_attempts == 1 else None
+            if error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or error.reason:
+                return None
+            self._was_connected = self._was_connected or not str(error).startswith(_NOBODY_THERE)
+            if self._num_attempts == 1:
+                return 0.0
+            return self._delay_s() if self._was_connected and self._num_attempts <= _MOST_BEFORE_BEGUN else None
         if self._seed is None or error.reason == _TAKEN_OVER:
             return None
         if error.code not in (*_LOST, *_NOT_YET):
@@ -94,8 +105,11 @@ class Resumption:
             return None  # of the stream itself, as where its client has not read for long
         if self._num_attempts > _MOST_ATTEMPTS:
             return None
-        delay_s = min(_FIRST_DELAY_S * 2 ** (self._num_attempts - 1), _LONGEST_DELAY_S)
-        if error.code in _NOT_YET and error.retry_after_s is not None:
-            delay_s = max(delay_s, min(error.retry_after_s, _LONGEST_DELAY_S))
-        left = self.timeout
+        wanted_s = error.retry_after_s if error.code in _NOT_YET else None
+        return self._delay_s(wanted_s or 0.0)
+
+    def _delay_s(self, wanted_s: float = 0.0) -> float | None:
+        """Ever longer from attempt to attempt, and as long as a server wants if that is more; None for too long."""
+        delay_s = max(_FIRST_DELAY_S * 2 ** (self._num_attempts - 1), wanted_s)
+        left, delay_s = self.timeout, min(delay_s, _LONGEST_DELAY_S)
         return delay_s if left is None or delay_s < left else None

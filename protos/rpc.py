@@ -6,6 +6,7 @@ Measured reasons for the options stand in grpc's own keepalive.md and beside eac
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ LIVENESS = "liveness"
 
 _STOP_TIMEOUT_S = 2.0
 _SETTLE_S = 0.1
+_LAST_PORT = 65_535
+# Of a Unix socket.
+_LONGEST_PATH = 107
 # How long an error may be on its way to a client before the client counts as one that does not read; and how long a
 # server that stops waits for an answer, which may be large.
 _ABORT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 1.0, 5.0
@@ -161,6 +165,19 @@ def _answers(path: str) -> bool:
     return True
 
 
+def _obstacle(address: str) -> str:
+    """Why an address can probably not be bound; gRPC does not say."""
+    path = address.removeprefix("unix:")
+    if path != address:
+        if len(os.fsencode(path)) > _LONGEST_PATH:
+            return f"a socket's path has {_LONGEST_PATH} bytes at most"
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            return f"there is no folder {os.path.dirname(path)}"
+    elif not address.rpartition(":")[2].isdigit():
+        return "write HOST:PORT or unix:PATH"
+    return "is another process using it?"
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """A servicer with its registration: `Service(pb2.DESCRIPTOR..., add_XServicer_to_server, servicer)`."""
@@ -230,14 +247,15 @@ class Server:
     def _bind(self, address: str, tls: ServerTls | None) -> int:
         if address.startswith("unix:") and _answers(address.removeprefix("unix:")):
             raise CannotListen(f"cannot listen on {address}: another process does")
+        port = address.rpartition(":")[2]
+        if port.isdigit() and int(port) > _LAST_PORT:  # of which gRPC would take the rest of a division
+            raise CannotListen(f"cannot listen on {address}: the last port is {_LAST_PORT}")
         try:
             if tls is None:
                 return self._server.add_insecure_port(address)
             return self._server.add_secure_port(address, tls.credentials())
         except RuntimeError as error:
-            is_address = address.startswith("unix:") or address.rpartition(":")[2].isdigit()
-            remedy = "is another process using it?" if is_address else "write HOST:PORT or unix:PATH"
-            raise CannotListen(f"cannot listen on {address}: {remedy}") from error
+            raise CannotListen(f"cannot listen on {address}: {_obstacle(address)}") from error
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health of all services, and tells their watchers when it changed; a server that stops stays down."""

@@ -4,6 +4,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import grpc
 
@@ -191,6 +192,9 @@ def resolve(
             else "outputs may not be longer here"
         )
         found.require("stop.max_tokens", max_tokens <= room, f"is {max_tokens}; must be at most {room}: {why}")
+        if not stop.HasField("max_tokens"):
+            too_many = f"is {stop.min_tokens}; must be at most {room}: {why}"
+            found.require("stop.min_tokens", stop.min_tokens <= room, too_many)
     params = request.sampling
     n = params.n if params.HasField("n") else 1
     num_sequences = params.best_of if params.HasField("best_of") else n
@@ -223,36 +227,43 @@ def resolve(
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocabulary_size: int) -> list[Violation]:
     """A violation for each of the first ids outside the vocabulary."""
-    wrong = [(place, token_id) for place, token_id in enumerate(token_ids) if token_id >= vocabulary_size]
-    return [
-        Violation(f"{field}[{place}]", f"{token_id} is outside the vocabulary: 0 .. {vocabulary_size - 1}")
-        for place, token_id in wrong[:8]
-    ]
+    wrong = ((place, token_id) for place, token_id in enumerate(token_ids) if token_id >= vocabulary_size)
+    return [Violation(f"{field}[{place}]", _outside(token_id, vocabulary_size)) for place, token_id in islice(wrong, 8)]
 
 
-def check_length(request: pb.TokenizeRequest, model: ServedModel, max_token_bytes: int) -> None:
-    """Refuses what can not have as few tokens as a prompt may, without the seconds that tokenizing it takes."""
-    if violations := _length_violations(request, model, max_token_bytes):
-        raise invalid_argument(violations)
+def _outside(token_id: int, vocabulary_size: int) -> str:
+    return f"{token_id} is outside the vocabulary: 0 .. {vocabulary_size - 1}"
 
 
-def _length_violations(
-    request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel, max_token_bytes: int
-) -> list[Violation]:
+def check_tokenize(request: pb.TokenizeRequest, model: ServedModel, max_token_bytes: int) -> None:
+    """Refuses what is no prompt, or can not have as few tokens as one may; it takes seconds to tokenize that."""
     found = _Violations()
+    _check_text_or_chat(request, model, max_token_bytes, found)
+    if found.violations:
+        raise invalid_argument(found.violations)
+
+
+def _check_text_or_chat(
+    request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel, max_token_bytes: int, found: "_Violations"
+) -> None:
+    most = model.max_prompt_tokens
     match request.WhichOneof("prompt"):
         case "text":
             fewest = len(request.text.encode()) // max_token_bytes
-            found.require("text", fewest <= model.max_prompt_tokens, _too_long(f"has at least {fewest} tokens", model))
+            found.require("text", fewest <= most, _too_long(f"has at least {fewest} tokens", model))
         case "chat":
-            num_messages = len(request.chat.messages)
-            too_many = _too_long(f"are {num_messages}, each a token at least", model)
-            found.require("chat.messages", num_messages <= model.max_prompt_tokens, too_many)
-            fewest = (
-                sum(len(m.content.encode()) + len(m.role.encode()) for m in request.chat.messages) // max_token_bytes
-            )
-            found.require("chat", fewest <= model.max_prompt_tokens, _too_long(f"has at least {fewest} tokens", model))
-    return found.violations
+            messages = request.chat.messages
+            found.require("chat.messages", bool(messages), "must not be empty")
+            if len(messages) > most:
+                too_many = _too_long(f"are {len(messages)}, each a token at least", model)
+                return found.require("chat.messages", False, too_many)
+            num_bytes = 0
+            for place, message in enumerate(messages):
+                found.require(f"chat.messages[{place}].role", bool(message.role), "must not be empty")
+                num_bytes += len(message.content.encode()) + len(message.role.encode())
+            fewest = num_bytes // max_token_bytes
+            found.require("chat", fewest <= most, _too_long(f"has at least {fewest} tokens", model))
+    return None
 
 
 class _Violations:
@@ -291,11 +302,7 @@ def _check_prompt(request: pb.GenerateRequest, model: ServedModel, max_token_byt
                 "token_ids.ids", len(ids) <= model.max_prompt_tokens, _too_long(f"are {len(ids)} tokens", model)
             )
             found.violations += check_token_ids("token_ids.ids", ids[: model.context_length], model.vocabulary_size)
-        case "chat":
-            found.require("chat.messages", bool(request.chat.messages), "must not be empty")
-            for place, message in enumerate(request.chat.messages[: model.context_length]):
-                found.require(f"chat.messages[{place}].role", bool(message.role), "must not be empty")
-    found.violations += _length_violations(request, model, max_token_bytes)
+    _check_text_or_chat(request, model, max_token_bytes, found)
 
 
 def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: _Violations) -> None:
@@ -318,11 +325,14 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: _Vio
         if sampling.HasField(name):
             value = getattr(sampling, name)
             found.require(f"sampling.{name}", holds(value), f"is {value:.6g}; {description}")
-    num_biases = len(sampling.logit_bias)
-    found.require("sampling.logit_bias", num_biases <= MAX_LOGIT_BIASES, f"must be at most {MAX_LOGIT_BIASES}")
-    for token_id, bias in sampling.logit_bias.items():
-        found.require(f"sampling.logit_bias[{token_id}]", -100 <= bias <= 100, "must be in [-100, 100]")
-    found.violations += check_token_ids("sampling.logit_bias", sorted(sampling.logit_bias), model.vocabulary_size)
+    # What is in a list that is too long is nobody's concern: to look at it all would stop everybody's streams.
+    if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
+        return found.require("sampling.logit_bias", False, f"must be at most {MAX_LOGIT_BIASES}")
+    for token_id, bias in sorted(sampling.logit_bias.items()):
+        field, size = f"sampling.logit_bias[{token_id}]", model.vocabulary_size
+        found.require(field, -100 <= bias <= 100, "must be in [-100, 100]")
+        found.require(field, token_id < size, _outside(token_id, size))
+    return None
 
 
 def _check_search(request: pb.GenerateRequest, found: _Violations) -> None:
@@ -383,14 +393,15 @@ def _check_stop(stop: pb.StopConditions, model: ServedModel, found: _Violations)
         found.require("stop.min_tokens", in_order, f"must be at most stop.max_tokens ({stop.max_tokens})")
     found.require("stop.min_tokens", stop.min_tokens >= 0, f"is {stop.min_tokens}; must be 0 or more")
     found.require("stop.strings", len(stop.strings) <= MAX_STOP_STRINGS, f"must be at most {MAX_STOP_STRINGS}")
-    for place, text in enumerate(stop.strings):
+    for place, text in enumerate(stop.strings[:MAX_STOP_STRINGS]):
         found.require(
             f"stop.strings[{place}]",
             0 < len(text) <= MAX_STOP_STRING_CHARS,
             f"must have 1 .. {MAX_STOP_STRING_CHARS} characters",
         )
     found.require("stop.token_ids", len(stop.token_ids) <= MAX_STOP_TOKEN_IDS, f"must be at most {MAX_STOP_TOKEN_IDS}")
-    found.violations += check_token_ids("stop.token_ids", stop.token_ids, model.vocabulary_size)
+    first_ids = stop.token_ids[:MAX_STOP_TOKEN_IDS]
+    found.violations += check_token_ids("stop.token_ids", first_ids, model.vocabulary_size)
 
 
 def _unsupported_fields(request: pb.GenerateRequest) -> list[str]:

@@ -19,9 +19,9 @@ from router.check import (
     RequestLimits,
     ServedModel,
     check_before_tokenizing,
-    check_length,
     check_model,
     check_token_ids,
+    check_tokenize,
     resolve,
 )
 from router.client_stream import writing_to
@@ -119,7 +119,7 @@ class GenerationService:
         """Token ids as Generate would see them."""
         model = self._model()
         check_model(request.model, model.name)
-        check_length(request, model, self._tokenizer.max_token_bytes)
+        check_tokenize(request, model, self._tokenizer.max_token_bytes)
         match request.WhichOneof("prompt"):
             case "text":
                 special = request.add_special_tokens or not request.HasField("add_special_tokens")

@@ -113,7 +113,12 @@ class Decoder:
             outputs.finished.append(Finished(group, sequence))
         elif num_before + 1 >= group.max_tokens:
             self._queues.finish(group, sequence, Status.FINISHED_LENGTH_CAPPED)
-            outputs.finished.append(Finished(group, sequence))
+            outputs.finished.append(Finished(group, sequence, self._why_no_more(group, sequence)))
+
+    def _why_no_more(self, group: SequenceGroup, sequence: Sequence) -> str:
+        """Why a sequence has ended by its length, where its client wanted more; else nothing."""
+        is_capped = group.max_tokens <= len(sequence.output_token_ids) < group.wanted_max_tokens
+        return why_no_more(group, sequence, self._queues.blocks) if is_capped else ""
 
     def _tell_of_prompt(self, row: Row, start: int, prompts: LogprobReader, outputs: StepOutputs) -> None:
         group = row.group
@@ -183,7 +188,9 @@ class Decoder:
         for index in range(len(group.sequences), group.n):  # a vocabulary too small for so many
             group.sequences.append(_ended(group, index, None, Status.FINISHED_ABORTED))
         new_tokens += [NewTokens(group, sequence, 0) for sequence in group.sequences if sequence.output_token_ids]
-        finished += [Finished(group, sequence, message) for sequence in group.sequences]
+        for sequence in group.sequences:
+            is_cut = sequence.status is Status.FINISHED_LENGTH_CAPPED
+            finished.append(Finished(group, sequence, message or (self._why_no_more(group, sequence) if is_cut else "")))
 
 
 def _beam(sequence: Sequence, candidates: list[tuple[int, float]]) -> Beam:

@@ -317,6 +317,19 @@ async def test_a_prompt_that_can_never_fit_is_ignored_with_the_reason():
         assert "4 KV blocks" in answer.outputs[0].finish_message
 
 
+async def test_an_answer_that_the_kv_cache_has_no_room_for_says_so_at_its_end():
+    async with control_plane(FakeWorker(num_blocks=4)) as plane:
+        for beam_width in (0, 2):
+            wanted = request("x" * 8, max_tokens=50, ignore_eos=True)
+            wanted.sampling.beam_width = beam_width
+            (output,) = (await plane.generation.Complete(wanted)).outputs
+            assert output.finish_reason == pb.FINISH_REASON_LENGTH
+            assert "4 KV blocks of 4 tokens" in output.finish_message, beam_width
+            wanted.stop.max_tokens = 2
+            (output,) = (await plane.generation.Complete(wanted)).outputs
+            assert (output.finish_reason, output.finish_message) == (pb.FINISH_REASON_LENGTH, "")
+
+
 async def test_preemption_changes_no_text():
     async with control_plane(FakeWorker(num_blocks=12)) as plane:
         texts = await asyncio.gather(*(plane.text("prompt", max_tokens=30) for _ in range(6)))
@@ -498,6 +511,7 @@ BAD = [
     (pb.GenerateRequest(text="x", stop=pb.StopConditions(max_tokens=200)), "stop.max_tokens", "at most 199"),
     (pb.GenerateRequest(text="x", stop=pb.StopConditions(max_tokens=2, min_tokens=3)), "stop.min_tokens", "at most"),
     (pb.GenerateRequest(text="x", stop=pb.StopConditions(min_tokens=-1)), "stop.min_tokens", "0 or more"),
+    (pb.GenerateRequest(text="x", stop=pb.StopConditions(min_tokens=200)), "stop.min_tokens", "at most 199"),
     (pb.GenerateRequest(text="x", stop=pb.StopConditions(strings=["a", ""])), "stop.strings[1]", "1 .. 1024"),
     (pb.GenerateRequest(text="x", stop=pb.StopConditions(strings=["a"] * 17)), "stop.strings", "at most 16"),
     (pb.GenerateRequest(text="x", stop=pb.StopConditions(token_ids=[999])), "stop.token_ids[0]", "outside"),
@@ -521,7 +535,7 @@ async def test_errors_about_very_large_requests_are_cut_to_what_trailers_hold():
     many = [pb.ChatMessage(content="x")] * 5000
     bias = dict.fromkeys(range(5000), 1000000.0)
     refused = [
-        (pb.GenerateRequest(chat=pb.Chat(messages=many)), "chat.messages[0].role"),
+        (pb.GenerateRequest(chat=pb.Chat(messages=many)), "chat.messages"),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(logit_bias=bias)), "sampling.logit_bias"),
         (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[999] * 100_000)), "token_ids.ids[0]"),
         (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="é" * 90_000)])), "chat"),
@@ -534,6 +548,32 @@ async def test_errors_about_very_large_requests_are_cut_to_what_trailers_hold():
         error = await refusal_of(plane.generation.Complete(pb.GenerateRequest(text="x", model="m" * 1_000_000)))
         assert error.code is grpc.StatusCode.NOT_FOUND
         assert await plane.text(max_tokens=3) == "The"
+
+
+async def test_what_is_in_a_list_that_is_too_long_is_not_looked_at():
+    num = 100_000
+    stops = pb.StopConditions(strings=[""] * num), pb.StopConditions(token_ids=[10**6] * num)
+    refused = [
+        (pb.GenerateRequest(text="x", stop=stops[0]), "stop.strings", 17),
+        (pb.GenerateRequest(text="x", stop=stops[1]), "stop.token_ids", 9),
+        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(num), 1e6))), "", 1),
+        (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage()] * num)), "chat.messages", 1),
+    ]
+    async with control_plane() as plane:
+        for wanted, field, num_violations in refused:
+            error = await refusal_of(plane.generation.Complete(wanted))
+            assert len(error.violations) == num_violations
+            assert error.violations[0].field.endswith(field)
+
+
+async def test_tokenize_refuses_the_chats_that_generate_refuses():
+    async with control_plane() as plane:
+        for chat, field in (
+            (pb.Chat(), "chat.messages"),
+            (pb.Chat(messages=[pb.ChatMessage(content="x")]), "chat.messages[0].role"),
+        ):
+            error = await refusal_of(plane.generation.Tokenize(pb.TokenizeRequest(chat=chat)))
+            assert [violation.field for violation in error.violations] == [field]
 
 
 async def test_all_violations_are_reported_at_once():

@@ -79,6 +79,16 @@ def test_tokens_and_log_probabilities_are_hugging_faces(tmp_path, case):
         assert_alike(ours(runner, budget=budget), expected)
 
 
+def test_a_window_that_a_model_keeps_to_its_mask_is_refused_and_not_forgotten(tmp_path):
+    import transformers
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.PhimoeConfig(**NUMBERS | experts, tie_word_embeddings=False, sliding_window=7)
+    directory = save(tiny_model(config), tmp_path)
+    with pytest.raises(UnsupportedModel, match="does not tell its attention of its sliding window"):
+        served_by(directory, torch.float32)
+
+
 def test_shards_and_bfloat16_are_read_alike(tmp_path):
     model = make("gemma2")
     model.set_attn_implementation("eager")
@@ -224,5 +234,5 @@ def test_without_transformers_the_message_says_what_to_install(tmp_path, monkeyp
     directory = save(make("phi3"), tmp_path)
     monkeypatch.delitem(sys.modules, "worker.models.generic")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UnsupportedModel, match=r"pagewire\[transformers\]"):
+    with pytest.raises(UnsupportedModel, match=r"\.\[transformers\]"):
         load_model(directory, read_config(directory), torch.float32, CPU)

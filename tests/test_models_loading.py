@@ -1,12 +1,16 @@
 """What the worker says of models other than Llama when it is started on them: context, dtype, cache."""
 
+import json
+import re
+
 import pytest
 import torch
 from models_fakes import VOCABULARY_SIZE, save, tiny_model
 
-from worker.checkpoint import ModelError
+from worker.checkpoint import ModelError, UnsupportedModel
 from worker.config import WorkerSettings
 from worker.loading import load_worker
+from worker.models.llama import LlamaConfig
 
 NUMBERS = {
     "vocab_size": VOCABULARY_SIZE,
@@ -54,3 +58,35 @@ def test_the_context_is_the_one_told_within_what_the_model_reaches(tmp_path, nam
     assert load(directory, max_model_len=longest).context_length == longest
     with pytest.raises(ModelError, match=f"made for {longest}"):
         load(directory, max_model_len=longest + 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": "96"}, "vocabulary_size comes to '96', and has to be a positive integer"),
+        ({"num_hidden_layers": None}, "has a value that can not be"),
+        ({"num_hidden_layers": 0}, "num_layers comes to 0"),
+        ({"max_position_embeddings": None}, "has a value that can not be"),
+        ({"max_position_embeddings": 0}, "context_length comes to 0"),
+        ({"head_dim": 8.0}, "head_dim comes to 8.0"),
+        ({"num_attention_heads": 0}, "has a value that can not be"),
+        ({"rms_norm_eps": None}, "norm_epsilon comes to None, and has to be a number"),
+        ({"rope_parameters": "x"}, "has a value that can not be"),
+        ({"hidden_size": "DELETED"}, "lacks 'hidden_size'"),
+    ],
+    ids=str,
+)
+def test_a_number_in_config_json_that_is_none_is_named(tmp_path, changes, words):
+    path = checkpoint(tmp_path, "dynamic rope") / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value != "DELETED"}))
+    with pytest.raises(ModelError, match=re.escape(words)) as caught:
+        load(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("kinds", [["sliding_attention"], ["sliding_attention", "chunked_attention"]])
+def test_kinds_of_layers_that_are_not_one_of_ours_for_each_layer_are_refused(kinds):
+    config = {"architectures": ["Qwen2ForCausalLM"], "layer_types": kinds, "use_sliding_window": True}
+    with pytest.raises(UnsupportedModel, match="for each of 2 layers"):
+        LlamaConfig.from_json(NUMBERS | MLP | config | {"sliding_window": 8})

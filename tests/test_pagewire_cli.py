@@ -375,6 +375,13 @@ def test_a_workload_that_cannot_be_played_is_one_line(run, tmp_path, text, tests
     assert (shown.exit_code, words in shown.stderr) == (1, True), shown.stderr
 
 
+def test_a_file_for_figures_that_can_not_be_written_is_an_error_before_anything_is_played(run, fake, tmp_path):
+    (tmp_path / "w.json").write_text(json.dumps(workload()))
+    shown = run("bench", "--workload", str(tmp_path / "w.json"), "--json", str(tmp_path / "nowhere" / "x.json"))
+    assert (shown.exit_code, f"there is no folder {tmp_path / 'nowhere'}" in shown.stderr) == (1, True)
+    assert not fake.requests
+
+
 def test_the_table_shows_the_run_of_the_highest_rate():
     rows = [Row("w1", i, None, None, {"out_tok_s": rate}) for i, rate in enumerate((5.0, 9.0, 7.0))]
     assert bench_report.best(rows)["w1"].repetition == 1

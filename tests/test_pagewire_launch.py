@@ -325,6 +325,11 @@ def test_a_router_with_tls_that_the_launcher_does_not_trust_is_an_error_before_a
     LaunchOptions("/m", settings=told, access=Access(ca="/ca.pem"))
 
 
+def test_a_router_without_tls_that_would_be_asked_by_tls_is_an_error_before_anything_starts():
+    with pytest.raises(LaunchError, match=r"the router has no TLS.*leave out --tls, --ca and PAGEWIRE_CLIENT_\*"):
+        LaunchOptions("/m", access=Access(tls=True))
+
+
 def test_services_behind_the_router_wait_for_nobody_when_they_stop_unless_they_are_told_to():
     options = LaunchOptions("/m", settings=(Setting.parse("scheduler.drain-grace-s=5"),))
     worker, scheduler, router = services(options, "/d")

@@ -98,16 +98,22 @@ def test_a_server_that_knows_of_no_resumption_makes_no_text_come_twice(knows):
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
-def test_a_stream_that_is_cut_before_its_first_message_is_asked_for_once_more(code):
+def test_a_stream_that_is_cut_before_its_first_message_is_asked_for_again_but_not_for_ever(code):
     fake = FakeGeneration()
     cut = Refusal(code, "", "cut")
-    fake.script = breaking([], [last(first("a"))], refusal=cut)
+    fake.script = breaking([], [], [], [last(first("a"))], refusal=cut)
     with serving(fake) as target, Client(target) as client:
         assert [piece.text for piece in client.stream("Hi")] == ["a"]
-        fake.script = breaking([], [], [last(first("a"))], refusal=cut)
+        fake.script = breaking(*[[]] * 99, refusal=cut)
         with pytest.raises(errors.RequestError, match="cut"):
             list(client.stream("Hi"))
-    assert len(fake.requests) == 4
+    assert len(fake.requests) == 4 + 1 + resumption._MOST_BEFORE_BEGUN
+
+
+def test_where_no_server_is_a_stream_says_so_soon(monkeypatch):
+    monkeypatch.setattr(resumption, "_FIRST_DELAY_S", 60.0)  # which would be waited for
+    with Client("127.0.0.1:1") as client, pytest.raises(errors.Unavailable):
+        list(client.stream("Hi"))
 
 
 def test_a_closed_client_resumes_nothing():

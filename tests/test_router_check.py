@@ -78,7 +78,7 @@ BAD = [
     ({"presence_penalty": 2.1}, "sampling.presence_penalty", "is 2.1; must be in [-2, 2]"),
     ({"frequency_penalty": float("nan")}, "sampling.frequency_penalty", "is nan; must be in [-2, 2]"),
     ({"logit_bias": {7: 101}}, "sampling.logit_bias[7]", "must be in [-100, 100]"),
-    ({"logit_bias": {260: 1}}, "sampling.logit_bias[0]", "260 is outside the vocabulary"),
+    ({"logit_bias": {260: 1}}, "sampling.logit_bias[260]", "260 is outside the vocabulary"),
     ({"beam_width": 2, "stop": STOP_STRINGS}, "stop.strings", "use stop.token_ids"),
     ({"beam_width": 2, "length_penalty": 10.5}, "sampling.length_penalty", "is 10.5; must be in [-10, 10]"),
     ({"beam_width": 2, "length_penalty": float("nan")}, "sampling.length_penalty", "is nan; must be in [-10, 10]"),

@@ -26,7 +26,7 @@ from http2_frames import (
 )
 
 from protos import rpc
-from protos.errors import Refusal
+from protos.errors import CannotListen, Refusal
 from router.config import RouterSettings
 
 METHOD = "/pagewire.test/Say"
@@ -249,3 +249,17 @@ async def test_a_client_at_a_unix_socket_writes_no_pings_behind_what_it_receives
             assert await say(channel).read() == b"token"
     assert frames.count(HEADERS) == 3
     assert PING not in frames
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("nonsense", "write HOST:PORT or unix:PATH"),
+        ("127.0.0.1:99999", "the last port is 65535"),
+        ("unix:/no/such/folder/s", "there is no folder /no/such/folder"),
+        (f"unix:/tmp/{'s' * 120}", "a socket's path has 107 bytes at most"),
+    ],
+)
+async def test_an_address_that_can_not_be_bound_is_named_with_what_is_wrong(address, words):
+    with pytest.raises(CannotListen, match=f"cannot listen on {address}: {words}"):
+        await rpc.Server([]).start(address)

@@ -134,6 +134,8 @@ def test_config_json_is_read_or_refused(directory):
     assert checkpoint_dtype({"torch_dtype": "bfloat16"}) == torch.bfloat16
     with pytest.raises(UnsupportedModel, match="'float8': choose by --dtype one of"):
         checkpoint_dtype({"dtype": "float8"})
+    with pytest.raises(UnsupportedModel, match="choose by --dtype one of"):
+        checkpoint_dtype({"dtype": ["bfloat16"]})
     for content, complaint in (("{", "is not JSON"), ("[]", "is not a JSON object")):
         (directory / "config.json").write_text(content)
         with pytest.raises(ModelError, match=complaint):

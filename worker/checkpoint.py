@@ -74,6 +74,6 @@ def checkpoint_dtype(config: dict[str, Any]) -> torch.dtype:
         UnsupportedModel: the model does not run in it.
     """
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise UnsupportedModel(f"the checkpoint's dtype is {name!r}: choose by --dtype one of {', '.join(DTYPES)}")
     return DTYPES[name]

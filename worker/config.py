@@ -48,6 +48,13 @@ class WorkerSettings(ServerTlsSettings):
     )
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where there is one")
+    memory_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of the free memory of this machine, or container, that is ours to take; `pagewire up "
+        "--replicas` gives each worker its own",
+    )
     num_threads: int | None = Field(
         None,
         ge=1,

@@ -272,7 +272,7 @@ def _choose_cache_size(
     place = model.ranks.place
     try:
         if device.type == "cpu":
-            room_bytes = available_memory() // host.num_ranks - largest_logits_bytes(model.config.vocabulary_size)
+            room_bytes = _own_memory(settings, host) - largest_logits_bytes(model.config.vocabulary_size)
             own = size_as_told(shape, *told, room_bytes) or size_on_cpu(
                 shape, context_length, weight_bytes(directory) // place.size, room_bytes
             )
@@ -297,6 +297,11 @@ def _choose_cache_size(
         raise ModelError(str(error)) from error
 
 
+def _own_memory(settings: WorkerSettings, host: Host) -> int:
+    """Bytes that a rank may still take beside those that share the host with it."""
+    return int(available_memory() * settings.memory_share) // host.num_ranks
+
+
 def _make_cache(
     settings: WorkerSettings, model: Model, shape: CacheShape, size: CacheSize, device: torch.device, host: Host
 ) -> CacheEngine:
@@ -306,7 +311,7 @@ def _make_cache(
         ModelError: their memory can not be had.
     """
     taken_bytes = size.num_blocks * shape.block_bytes if device.type == "cpu" else 0
-    available_bytes = available_memory() // host.num_ranks - taken_bytes
+    available_bytes = _own_memory(settings, host) - taken_bytes
     try:
         own = count_swap_blocks(shape, settings.swap_bytes, size.num_blocks, available_bytes)
         (num_cpu_blocks,) = model.ranks.least(own)

@@ -257,16 +257,16 @@ class Screening {
             largest = larger_of(absolute(load_floats(turned + i)), largest);
         const float most = largest_of(largest), scale = most / 127, inverse = most > 0.0f ? 127 / most : 0.0f;
         Floats errors = {};
-        Integers sums = {};
+        Words sums = {};  // of what is not finite anything comes, and no comparison holds
         for (int i = 0; i < num_inputs; i += kWidth) {
             const Floats x = load_floats(turned + i);
             const Integers integer = nearest_integers(x * inverse);
             const Floats error = x - __builtin_convertvector(integer, Floats) * scale;
-            errors += error * error, sums += integer;
+            errors += error * error, sums += (Words)integer;
             _mm_storeu_si128((__m128i*)(integers_ + row * num_inputs + i), _mm512_cvtsepi32_epi8((__m512i)integer));
         }
         ScreenedRow& to = rows_[row];
-        to.scale = scale, to.offset = 128 * _mm512_reduce_add_epi32((__m512i)sums);
+        to.scale = scale, to.offset = (int)(128u * (uint32_t)_mm512_reduce_add_epi32((__m512i)sums));
         to.norm = norm_of(sum_of(squares)), to.error = norm_of(sum_of(errors)) + kOfSums * to.norm;
         to.shift = sum_of(shifts), to.slack = kOfSums * to.norm * mean_norm_;
     }

@@ -70,8 +70,9 @@ class GenericNumbers:
                 head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
                 context_length=min(context_length or longest, longest),
             )
-        except (AttributeError, TypeError) as error:
-            raise UnsupportedModel(f"its configuration does not give the shape of a KV cache: {error}") from error
+        except Exception as error:  # see `_read_config`
+            reason = _first_line(error)
+            raise UnsupportedModel(f"its configuration does not give the shape of a KV cache: {reason}") from error
 
 
 @dataclass(slots=True)
@@ -408,7 +409,9 @@ def _check_calls(config: PreTrainedConfig, numbers: GenericNumbers, windows: lis
     called = [layer for layer, _ in windows]
     if called != list(range(numbers.num_layers)):
         raise UnsupportedModel(f"of its {numbers.num_layers} layers, {len(set(called))} attend by our attention")
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * numbers.num_layers
+    # Some mask what a window leaves out and tell their attention nothing, and some have the field and no use for it.
+    usual = "full_attention" if getattr(config, "use_sliding_window", True) is False else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or [usual] * numbers.num_layers
     shortest = getattr(config, "sliding_window", None) or numbers.context_length
     for (layer, window), kind in zip(windows, kinds, strict=True):
         if kind == "sliding_attention" and window is None and shortest < numbers.context_length:

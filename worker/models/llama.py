@@ -122,6 +122,10 @@ def _read_windows(config: dict[str, Any], architecture: str, context_length: int
     kinds = config.get("layer_types") or [
         "full_attention" if index < first_windowed else "sliding_attention" for index in range(num_layers)
     ]
+    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModel(
+            f"layer_types is {kinds}: it has to say full_attention or sliding_attention for each of {num_layers} layers"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

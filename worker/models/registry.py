@@ -4,6 +4,7 @@ Ours are chosen by the architecture that config.json names. What they do not bui
 to transformers like an architecture that none of them knows.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -106,8 +107,11 @@ def load_model(
     else:
         try:
             numbers = architecture.numbers.from_json(config, context_length)
+            _check(numbers)
         except KeyError as error:
             raise ModelError(f"{directory / 'config.json'} lacks {error}") from error
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise ModelError(f"{directory / 'config.json'} has a value that can not be: {error}") from error
         except UnsupportedModel as problem:
             reason = f"our {name} can not: {problem}"
         else:
@@ -133,6 +137,16 @@ def load_model(
         return load_generic(directory, dtype, device, choose_operations, context_length, cache_dtype or dtype)
     except UnsupportedModel as problem:
         raise UnsupportedModel(f"{reason}, and transformers can not run it on the paged cache: {problem}") from problem
+
+
+def _check(numbers: ModelNumbers) -> None:
+    """Raises ValueError for a count that is none, and for a number that is no number: JSON may hold anything."""
+    for field in dataclasses.fields(numbers):  # type: ignore[arg-type]  # of each architecture's own class
+        value = getattr(numbers, field.name)
+        if field.type is int and not (type(value) is int and value > 0):
+            raise ValueError(f"{field.name} comes to {value!r}, and has to be a positive integer")
+        if field.type is float and not isinstance(value, int | float):
+            raise ValueError(f"{field.name} comes to {value!r}, and has to be a number")
 
 
 def _fill(model: OurModel, directory: Path) -> OurModel:
