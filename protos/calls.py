@@ -106,8 +106,10 @@ class Calls(grpc.aio.ServerInterceptor, Generic[C]):
         async def observed(request: object, context: "grpc.aio.ServicerContext[Any, Any]") -> object:
             call = self._live[context] = self.begin(service, method, kind, context)
             counts.num_started += 1
+            answer = behaviour(request, context)
+            del request  # see `protos.rpc`: errors outlive their calls, and with them what our frames hold
             try:
-                return await behaviour(request, context)
+                return await answer
             except asyncio.CancelledError:
                 # The client hung up, or gRPC did at the deadline.
                 left_s = context.time_remaining()

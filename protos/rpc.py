@@ -385,19 +385,25 @@ class _Boundary(grpc.aio.ServerInterceptor):
             self.methods.add(call)
             self.calls.add(call)
             call.add_done_callback(self.calls.discard)
+            request_id = getattr(request, "request_id", "")
             try:
                 if isinstance(request, _Malformed):
                     raise request.refusal
-                return await behaviour(request, context)
+                answer = behaviour(request, context)
+                # An error that is given to gRPC lies in a cycle of its own making until somebody collects it, and with
+                # it what our frames hold: requests of any size.
+                del request
+                return await answer
             except Refusal as refusal:
+                refusal.__traceback__ = None
                 await _abort(context, refusal)
             except DecodeError as error:  # a later message of a stream
                 await _abort(context, _malformed(error))
             except (grpc.aio.AbortError, grpc.aio.UsageError):
                 raise
-            except Exception:
-                facts = {"method": details.method, "request_id": getattr(request, "request_id", "")}
-                log.exception("bug", extra=facts)
+            except Exception as error:
+                log.exception("bug", extra={"method": details.method, "request_id": request_id})
+                error.__traceback__ = None
                 bug = Refusal(grpc.StatusCode.INTERNAL, "BUG", f"{details.method} failed; the server's log says why")
                 await _abort(context, bug)
             finally:

@@ -190,7 +190,8 @@ class Decoder:
         new_tokens += [NewTokens(group, sequence, 0) for sequence in group.sequences if sequence.output_token_ids]
         for sequence in group.sequences:
             is_cut = sequence.status is Status.FINISHED_LENGTH_CAPPED
-            finished.append(Finished(group, sequence, message or (self._why_no_more(group, sequence) if is_cut else "")))
+            why = self._why_no_more(group, sequence) if is_cut else ""
+            finished.append(Finished(group, sequence, message or why))
 
 
 def _beam(sequence: Sequence, candidates: list[tuple[int, float]]) -> Beam:

@@ -4,6 +4,7 @@ With two steps in flight, as behind a GPU, where a test does not say otherwise; 
 """
 
 import asyncio
+import gc
 from contextlib import AbstractAsyncContextManager
 
 import fakes
@@ -564,6 +565,26 @@ async def test_what_is_in_a_list_that_is_too_long_is_not_looked_at():
             error = await refusal_of(plane.generation.Complete(wanted))
             assert len(error.violations) == num_violations
             assert error.violations[0].field.endswith(field)
+
+
+async def test_a_refused_request_takes_no_memory_until_somebody_collects_it():
+    async with control_plane() as plane:
+        wanted = pb.GenerateRequest(text="x", stop=pb.StopConditions(max_tokens=0))
+        for call in (plane.generation.Generate, plane.generation.Complete):
+            await refusal_of(call(wanted))
+            gc.collect()
+            gc.disable()
+            try:
+                await refusal_of(call(wanted))
+                await plane.text(max_tokens=1)  # the call before it has ended
+                gc.set_debug(gc.DEBUG_SAVEALL)
+                gc.collect()
+                left = [each for each in gc.garbage if isinstance(each, pb.GenerateRequest)]
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
+            assert not left
 
 
 async def test_tokenize_refuses_the_chats_that_generate_refuses():

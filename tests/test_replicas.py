@@ -85,8 +85,10 @@ def told(options: LaunchOptions) -> dict[str, str]:
 def test_each_scheduler_has_a_worker_and_routers_know_all_schedulers():
     options = LaunchOptions("/m", port=7000, replicas=2)
     assert told(options) == {
-        "worker-1": "-m worker --listen unix:/d/worker-1.sock --model /m --memory-share=0.5000 --log-name=worker-1 --drain-grace-s=0",
-        "worker-2": "-m worker --listen unix:/d/worker-2.sock --model /m --memory-share=0.5000 --log-name=worker-2 --drain-grace-s=0",
+        "worker-1": "-m worker --listen unix:/d/worker-1.sock --model /m --memory-share=0.5000"
+        " --log-name=worker-1 --drain-grace-s=0",
+        "worker-2": "-m worker --listen unix:/d/worker-2.sock --model /m --memory-share=0.5000"
+        " --log-name=worker-2 --drain-grace-s=0",
         "scheduler-1": "-m scheduler --listen unix:/d/scheduler-1.sock --worker unix:/d/worker-1.sock"
         " --log-name=scheduler-1 --drain-grace-s=0",
         "scheduler-2": "-m scheduler --listen unix:/d/scheduler-2.sock --worker unix:/d/worker-2.sock"
