@@ -170,14 +170,15 @@ class SchedulerLink:
             return [(pb.STATUS_UNSPECIFIED, -1)] * len(handles)
         return list(zip(unpack(response.statuses), unpack(response.positions), strict=True))
 
-    async def explain(self, scoped_id: str, request_id: str) -> pb.ExplainResponse:
-        """Why a live request is where it is; the client calls it `request_id`.
+    async def explain(self, scoped_id: str, request_id: str, *, briefly: bool = False) -> pb.ExplainResponse:
+        """Why a live request is where it is, or `briefly` only that it is live; the client calls it `request_id`.
 
         Raises:
             Refusal: NOT_FOUND, there is no such live request; UNAVAILABLE.
         """
         try:
-            return await self._stub.Explain(pb.ExplainRequest(request_id=scoped_id), timeout=_ANSWER_TIMEOUT_S)
+            request = pb.ExplainRequest(request_id=scoped_id, briefly=briefly)
+            return await self._stub.Explain(request, timeout=_ANSWER_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 message = f"request_id: no live request is {request_id[:128]!r}; it has ended, or was never submitted"

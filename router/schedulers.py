@@ -96,7 +96,7 @@ class Schedulers:
     async def who_has(self, scoped_id: str) -> SchedulerLink | None:
         """The scheduler that has this live request, of any router."""
         asked = [link for link in self._takers if link.serving]
-        answers = await asyncio.gather(*(_answer(link.explain(scoped_id, scoped_id)) for link in asked))
+        answers = await asyncio.gather(*(_answer(link.explain(scoped_id, scoped_id, briefly=True)) for link in asked))
         told = zip(asked, answers, strict=True)
         return next((link for link, answer in told if not isinstance(answer, Refusal)), None)
 

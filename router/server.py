@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -34,8 +35,10 @@ from router.schedulers import Schedulers
 from router.tenants import Tenant, Tenants
 from router.tokenizer import ChatTemplateError, Tokenizer
 
-# Longer texts are tokenized and decoded beside the event loop, which all streams share: this takes about 1 ms.
+# What is longer is tokenized, decoded or rendered beside the event loop, which all streams share: so much takes 1 ms.
 _INLINE_CHARS = 4096
+_INLINE_TOKENS = 4096
+_INLINE_MESSAGES = 256
 # Who is refused so before a token was computed is not charged.
 _TURNED_AWAY = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 
@@ -125,7 +128,7 @@ class GenerationService:
                 special = request.add_special_tokens or not request.HasField("add_special_tokens")
                 token_ids = await self._encode(request.text, add_special_tokens=special)
             case "chat":
-                token_ids = await self._encode(self._render(request.chat), add_special_tokens=False)
+                token_ids = await self._encode(await self._render(request.chat), add_special_tokens=False)
             case _:
                 raise invalid_argument([Violation("prompt", "is required: set text or chat")])
         return pb.TokenizeResponse(token_ids=token_ids)
@@ -142,7 +145,7 @@ class GenerationService:
         if violations := check_token_ids("token_ids", request.token_ids, model.vocabulary_size):
             raise invalid_argument(violations)
         skip = request.skip_special_tokens or not request.HasField("skip_special_tokens")
-        return pb.DetokenizeResponse(text=self._tokenizer.decode(request.token_ids, skip_special_tokens=skip))
+        return pb.DetokenizeResponse(text=await self._decode(request.token_ids, skip_special_tokens=skip))
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
         """What is served, and within which limits."""
@@ -269,21 +272,27 @@ class GenerationService:
             case "text":
                 return await self._encode(request.text, add_special_tokens=True), request.text
             case "chat":
-                text = self._render(request.chat)
+                text = await self._render(request.chat)
                 return await self._encode(text, add_special_tokens=False), text
         token_ids = list(request.token_ids.ids)
-        return token_ids, self._tokenizer.decode(token_ids) if request.output.echo else ""
+        return token_ids, await self._decode(token_ids) if request.output.echo else ""
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= _INLINE_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
-    def _render(self, chat: pb.Chat) -> str:
+    async def _decode(self, token_ids: Sequence[int], **options: bool) -> str:
+        if len(token_ids) <= _INLINE_TOKENS:
+            return self._tokenizer.decode(token_ids, **options)
+        return await asyncio.to_thread(self._tokenizer.decode, token_ids, **options)
+
+    async def _render(self, chat: pb.Chat) -> str:
         messages = [{"role": message.role, "content": message.content} for message in chat.messages]
         opens_turn = chat.add_generation_prompt or not chat.HasField("add_generation_prompt")
+        render = partial(self._tokenizer.render, messages, add_generation_prompt=opens_turn)
         try:
-            return self._tokenizer.render(messages, add_generation_prompt=opens_turn)
+            return render() if len(messages) <= _INLINE_MESSAGES else await asyncio.to_thread(render)
         except ChatTemplateError as error:
             raise invalid_argument([Violation("chat", str(error))]) from error
 

@@ -1,5 +1,6 @@
 """Why a live request is where it is, as data: asked by a person, so it may take a look at all queues."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.admission import Reason, num_blocks_to_admit, num_blocks_to_swap_in
@@ -34,14 +35,15 @@ class Explanation:
 def explain(core: Scheduler, group: SequenceGroup, serving: bool = True) -> Explanation:
     """Why `group`, which has not ended, is where it is; `serving`: whether there is a worker for it."""
     queues, blocks = core.queues, core.blocks
-    reason, message, position, num_blocks = None, "it runs" + _apart(core, group), None, 0
+    reason, message, queue, position, num_blocks = None, "it runs" + _apart(core, group), [], None, 0
     if group.status is Status.WAITING:
-        position, num_blocks = queues.waiting.order().index(group), num_blocks_to_admit(group, blocks)
+        queue, num_blocks = queues.waiting.order(), num_blocks_to_admit(group, blocks)
     elif group.status is Status.SWAPPED:
-        position, num_blocks = queues.swapped.index(group), num_blocks_to_swap_in(group, blocks)
-    if position is not None:
+        queue, num_blocks = queues.swapped, num_blocks_to_swap_in(group, blocks)
+    if queue:
+        position = queue.index(group)
         reason = _why(core, group, position) if serving else Reason.NO_WORKER
-        message = _in_words(core, group, reason, position, num_blocks)
+        message = _in_words(core, group, reason, queue[:position], num_blocks)
     return Explanation(
         status=group.status,
         reason=reason,
@@ -69,15 +71,16 @@ def _why(core: Scheduler, group: SequenceGroup, position: int) -> Reason:
     return Reason.SEQUENCES if too_many else Reason.NEXT_STEP
 
 
-def _in_words(core: Scheduler, group: SequenceGroup, reason: Reason, position: int, num_blocks: int) -> str:
+def _in_words(
+    core: Scheduler, group: SequenceGroup, reason: Reason, ahead: Sequence[SequenceGroup], num_blocks: int
+) -> str:
     queues, policy, blocks = core.queues, core.policy, core.blocks
     match reason:
         case Reason.SWAPPED_GROUPS:
             return f"{len(queues.swapped)} requests that were swapped out come back before others come in"
         case Reason.QUEUE:
-            queue = queues.waiting.order() if group.status is Status.WAITING else queues.swapped
-            own = sum(other.tenant == group.tenant for other in queue[:position])
-            return f"{position} requests go first" + ("" if own == position else f", {own} of them its tenant's")
+            own = sum(other.tenant == group.tenant for other in ahead)
+            return f"{len(ahead)} requests go first" + ("" if own == len(ahead) else f", {own} of them its tenant's")
         case Reason.BLOCKS:
             found = ", less those found in the prefix cache" if group.status is Status.WAITING else ""
             kept = f"{blocks.num_free} are free, {core.num_reserved()} kept for what runs"

@@ -103,6 +103,8 @@ class SessionService:
         if ticket is None:
             message = f"request_id: no live request is called {request.request_id[:128]!r}"
             raise Refusal(grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND", message)
+        if request.briefly:  # to find its place in the queue takes milliseconds where thousands wait
+            return pb.ExplainResponse()
         return describe_request(core, self._loop, ticket.group, time.monotonic())
 
     async def report_load(self) -> None:

@@ -21,6 +21,7 @@ from protos.errors import Refusal, from_status
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.rpc import wait_for_serving
+from router import server as router_server
 
 
 def control_plane(worker: FakeWorker | None = None, **options) -> AbstractAsyncContextManager[ControlPlane]:
@@ -585,6 +586,22 @@ async def test_a_refused_request_takes_no_memory_until_somebody_collects_it():
                 gc.garbage.clear()
                 gc.enable()
             assert not left
+
+
+async def test_long_chats_and_ids_are_rendered_and_decoded_as_short_ones_are(monkeypatch):
+    async with control_plane() as plane:
+        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")] * 8)
+        for num_inline in (256, 2):  # beside the event loop, the second time
+            monkeypatch.setattr(router_server, "_INLINE_MESSAGES", num_inline)
+            monkeypatch.setattr(router_server, "_INLINE_TOKENS", num_inline)
+            ids = (await plane.generation.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids
+            text = (await plane.generation.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text
+            echoed = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), output=pb.OutputOptions(echo=True))
+            echoed.stop.max_tokens = 3
+            assert (await plane.generation.Complete(echoed)).outputs[0].text == text + "The"
+            if num_inline == 256:
+                expected = (list(ids), text)
+            assert (list(ids), text) == expected
 
 
 async def test_tokenize_refuses_the_chats_that_generate_refuses():
