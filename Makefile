@@ -11,7 +11,7 @@ COMPUTATIONS := $(wildcard $(addprefix tests/test_,kernels_*.py triton_*.py mode
 .PHONY: demo test test-services test-computations up protos docs lint format compose-test soak soak-cancel chaos fuzz test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
 
 # The main job on a bare machine: the real model through the real three processes, once.
-demo: .venv/installed
+demo: .venv/serves
 	@$(BIN)/pagewire demo
 
 # Lint, types, tests. Those that only compute have what the others, which mostly wait for processes, leave of two cores.
@@ -74,7 +74,7 @@ bench-gpu:
 check-gpu:
 	$(GPU_PYTHON) -m bench.gpu_check
 
-up: .venv/installed
+up: .venv/serves
 	@$(BIN)/pagewire up
 
 protos: .venv/installed
@@ -92,13 +92,18 @@ format: .venv/installed
 compose-test: .venv/installed
 	$(BIN)/python deploy/compose_test.py
 
-.venv/installed: pyproject.toml hatch_build.py $(PROTOS) $(KERNELS)
-	@echo "setting up .venv (a minute or two the first time)"
+# What serves, 1 GB; and beside it what the tests run and check, as much again.
+.venv/serves: pyproject.toml hatch_build.py $(PROTOS) $(KERNELS)
+	@echo "setting up .venv (some minutes the first time)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --disable-pip-version-check --editable '.[worker,dev]'
+	$(BIN)/pip install --disable-pip-version-check --editable '.[worker]'
 	@# Where Python may not keep bytecode, each process would compile these anew.
 	@$(BIN)/python -m compileall -q kernels pagewire protos router scheduler worker
+	@touch $@
+
+.venv/installed: .venv/serves
+	$(BIN)/pip install --disable-pip-version-check --editable '.[worker,dev]'
 	@touch $@
 
 clean:

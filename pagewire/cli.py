@@ -52,7 +52,7 @@ class Service(StrEnum):
 _EARLY_STOPPING: dict[str | None, Any] = {None: None, "true": True, "false": False, "never": "never"}
 
 # Options that several commands share.
-Target = Annotated[str, typer.Option(help="The server, as HOST:PORT or unix:PATH.")]
+Target = Annotated[str, typer.Option(envvar="PAGEWIRE_CLIENT_TARGET", help="The server, as HOST:PORT or unix:PATH.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="The cluster's port.")]
 ModelName = Annotated[str, typer.Option(help="A checkpoint's folder, a hub name, or smollm2-135m, which is fetched.")]
 Routers = Annotated[
@@ -74,6 +74,14 @@ Stop = Annotated[list[str] | None, typer.Option(help="End an answer at this text
 Timeout = Annotated[float | None, typer.Option(help="Seconds for the whole request.")]
 
 
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"pagewire {version('pagewire')}")
+        raise typer.Exit
+
+
 @app.callback()
 def access(
     ctx: typer.Context,
@@ -88,6 +96,9 @@ def access(
     token: Annotated[
         str | None, typer.Option(envvar="PAGEWIRE_CLIENT_TOKEN", help="Sent with each call; others see arguments.")
     ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which version this is.")
+    ] = False,
 ) -> None:
     """How to get in stands before the command, and counts for all that talk to a server."""
     ctx.obj = Access(tls, ca, certificate, key, token)
@@ -452,7 +463,11 @@ def _console(*, stderr: bool = False) -> "Console":
 def _explained(error: PagewireError) -> str:
     """The error's own sentence, and what to do where that is known."""
     if isinstance(error, Unavailable) and not error.reason:
-        return f"no server answers; `pagewire up` starts one, --target names another ({error})"
+        if "handshake" in str(error).lower():
+            return f"no server answers by TLS; leave --tls out, or say by --ca what to trust ({error})"
+        return (
+            f"no server answers; `pagewire up` starts one, --target names another, --tls is for one with TLS ({error})"
+        )
     if isinstance(error, DeadlineExceeded):
         return f"not done within --timeout ({error})"
     if isinstance(error, RequestError) and error.retry_after_s is not None:

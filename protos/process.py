@@ -38,7 +38,7 @@ class Settings(BaseSettings):
     log_level: LogLevel = Field("info", description="least severe line logged")
     log_format: LogFormat = Field("text", description="logfmt-like text, or a JSON object per line")
     log_name: str = Field(
-        "", pattern=r"^[\w.-]*$", description="what signs log lines (default: the kind of service); tells several apart"
+        "", pattern=r"^[\w.-]*$", description="what signs log lines, to tell several apart; empty for its kind"
     )
     metrics_listen: str = Field("", description='address that Prometheus scrapes: "host:port"; empty for none')
     otlp_endpoint: str = Field("", description='collector of spans, OTLP over gRPC: "http://host:4317"; empty for none')

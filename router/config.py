@@ -59,16 +59,16 @@ class RouterSettings(ServerTlsSettings):
         ByteSize(PUBLIC_MESSAGE_BYTES), ge=1 << 10, description='size of a request at most, such as "16MiB"'
     )
     max_prompt_tokens: int | None = Field(
-        None, ge=1, description="tokens of a prompt at most (default: one less than the model's context)"
+        None, ge=1, description="tokens of a prompt at most; without it, one less than the model's context"
     )
     max_output_tokens: int | None = Field(
-        None, ge=1, description="output tokens of a sequence at most (default: what the context leaves)"
+        None, ge=1, description="output tokens of a sequence at most; without it, what the context leaves"
     )
     max_n: int | None = Field(
-        None, ge=1, description="sequences of a request at most (default: as many as the scheduler runs together)"
+        None, ge=1, description="sequences of a request at most; without it, as many as the scheduler runs together"
     )
     max_beam_width: int | None = Field(
-        None, ge=0, description="beams of a search at most; 0 for none (default: as many as the scheduler runs at once)"
+        None, ge=0, description="beams of a search at most; 0 for none; without it, as many as it runs together"
     )
     auth_tokens: Annotated[Path, AfterValidator(_is_token_file)] | None = Field(
         None, description="file of bearer tokens, one of which each call must carry; read again when it changes"

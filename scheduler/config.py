@@ -31,19 +31,19 @@ class SchedulerSettings(ServerTlsSettings):
         None,
         ge=1,
         le=2,
-        description="steps that the worker has at once at most (default: 2 for a GPU, and 1 for a CPU, whose cores the "
-        "planning would take from the step that runs); one that works at several at once has as many",
+        description="steps that the worker has at once at most; without it, 2 for a GPU, and 1 for a CPU, whose cores "
+        "the planning would take from the step that runs. One that works at several at once has as many",
     )
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,
         description="tokens that a step computes ahead for a sequence at most, guessed from what its last tokens were "
-        "followed by before; no output changes (default: 24 where one step is in flight at a time, else 0, for none)",
+        "followed by before; no output changes; without it, 24 where one step is in flight at a time, else 0, for none",
     )
     max_waiting_requests: int = Field(4096, ge=1, description="requests that wait at most; more are refused")
     max_waiting_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that wait at most, of all requests")
     max_waiting_requests_per_tenant: int | None = Field(
-        None, ge=1, description="requests of one tenant that wait at most (default: all that may wait)"
+        None, ge=1, description="requests of one tenant that wait at most; without it, all that may wait"
     )
     watermark: float = Field(0.01, ge=0, lt=1, description="share of the blocks that admission leaves free for growth")
     prefix_caching: bool = Field(True, description="find blocks again by the tokens in them")

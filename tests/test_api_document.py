@@ -10,6 +10,8 @@ from docs import api
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("protos", "router", "scheduler", "worker")
+# What makes an error of a reason.
+NAMING = ("Refusal", "unavailable", "unauthenticated", "_exhausted", "_broken_off")
 REASON = re.compile(r"[A-Z][A-Z_]+")
 
 
@@ -17,7 +19,7 @@ def reasons_in(path: Path) -> set[str]:
     """Reasons that a file gives to its errors."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Refusal", "unavailable", "_broken_off"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in NAMING:
             texts = [word.value for word in node.args[:2] if isinstance(word, ast.Constant)]
             found |= {text for text in texts if REASON.fullmatch(text)}
     return found

@@ -37,14 +37,14 @@ class WorkerSettings(ServerTlsSettings):
         description="checkpoint directory (Hugging Face layout), or a model's name on the hub; --selftest needs none",
     )
     served_model_name: str | None = Field(
-        None, min_length=1, description="what clients call the model (default: the last part of --model)"
+        None, min_length=1, description="what clients call the model; without it, the last part of --model"
     )
     dtype: DtypeName = Field("auto", description="of weights and all that is computed; auto is the checkpoint's own")
     quantization: Literal["none", "int8"] = Field(
         "none", description="int8 keeps the weights of linear layers in 8 bits, a factor for each output; for CPUs"
     )
     max_model_len: int | None = Field(
-        None, ge=1, description="most tokens of a sequence, prompt and output (default: what the model was made for)"
+        None, ge=1, description="most tokens of a sequence, prompt and output; without it, what the model was made for"
     )
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where there is one")
@@ -58,8 +58,8 @@ class WorkerSettings(ServerTlsSettings):
     num_threads: int | None = Field(
         None,
         ge=1,
-        description="threads that compute on the CPU, in each rank (default: all cores this process may use, shared "
-        "out among the ranks of this host)",
+        description="threads that compute on the CPU, in each rank; without it, all cores this process may use, shared "
+        "out among the ranks of this host",
     )
 
     executor: ExecutorName = Field(
@@ -96,7 +96,7 @@ class WorkerSettings(ServerTlsSettings):
         None,
         ge=0,
         description='size of the pool in CPU memory that blocks are swapped out to, such as "1GiB", at each rank; 0 '
-        "for none (default: as many blocks as the KV cache has, but at most 1GiB and a quarter of the free memory)",
+        "for none; without it, as many blocks as the KV cache has, but at most 1GiB and a quarter of the free memory",
     )
     max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")
     cuda_graphs: bool = Field(

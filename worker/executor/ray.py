@@ -158,9 +158,10 @@ def _join_cluster(settings: WorkerSettings) -> None:
             **({} if settings.ray_address else own),
         )
     except (OSError, RuntimeError, ValueError) as error:
-        where = f"--ray-address {settings.ray_address}" if settings.ray_address else "a cluster of Ray on this host"
+        if not settings.ray_address:
+            raise ModelError(f"Ray can not be started on this host: {error}; try again, or --executor mp") from error
         raise ModelError(
-            f"can not join {where}: {error}; this host has to be one of its nodes: "
+            f"can not join --ray-address {settings.ray_address}: {error}; this host has to be one of its nodes: "
             "`ray start --address=HOST:6379`, with the same versions of Python and Ray"
         ) from error
 
