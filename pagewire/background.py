@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from pagewire import state
@@ -28,9 +29,14 @@ def start(options: LaunchOptions, *, tie: bool = False) -> subprocess.Popen[byte
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment() | options.access.environment,
+            env=_without_access(environment()) | options.access.environment,
             start_new_session=True,
         )
+
+
+def _without_access(variables: Mapping[str, str]) -> dict[str, str]:
+    """Without what says how a client gets in elsewhere."""
+    return {name: value for name, value in variables.items() if not name.startswith("PAGEWIRE_CLIENT_")}
 
 
 def wait_until_serving(process: subprocess.Popen[bytes], options: LaunchOptions) -> None:

@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from worker_fakes import tiny_checkpoint
 
 from worker.checkpoint import ModelError
 from worker.config import WorkerSettings
-from worker.executor.choose import choose
+from worker.executor.choose import choose, make_executor
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2"}
 
@@ -49,6 +50,19 @@ def test_the_first_that_fits_is_taken_unless_one_is_named(facts, name, reason):
 def test_what_can_not_be_run_is_refused_with_the_remedy(facts, remedy):
     with pytest.raises(ModelError, match=re.escape(remedy)):
         chosen(**facts)
+
+
+@pytest.mark.parametrize(
+    "sizes, words",
+    [
+        ({"tensor_parallel_size": 100}, "possible are 1, 2"),
+        ({"pipeline_parallel_size": 100}, "--pipeline-parallel-size is 100, but the model has"),
+    ],
+)
+def test_sizes_that_a_model_can_not_be_shared_out_to_are_refused_before_any_rank_begins(tmp_path, sizes, words):
+    tiny_checkpoint(tmp_path)
+    with pytest.raises(ModelError, match=words):
+        make_executor(WorkerSettings(model=str(tmp_path), device="cpu", **sizes))
 
 
 def test_the_wire_to_the_worker_knows_neither_ranks_nor_stages():

@@ -4,16 +4,19 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
-from worker.checkpoint import ModelError
+from worker.checkpoint import ModelError, read_config
 from worker.config import ExecutorName, WorkerSettings
 from worker.executor.executor import Executor
 from worker.executor.external import ExternalRanks
 from worker.executor.lines import LinesExecutor
 from worker.executor.mp import MpExecutor
 from worker.executor.uni import UniExecutor
+from worker.models.registry import check_place
+from worker.ranks import Place
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +30,8 @@ def make_executor(settings: WorkerSettings) -> Executor:
     num_gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
     name, reason = choose(settings, os.environ, num_gpus, has_ray=importlib.util.find_spec("ray") is not None)
     log.info("executor: %s, since %s", name, reason, extra={"ranks": settings.num_ranks})
+    if settings.num_ranks > 1:
+        _check_place(settings)
     if name == "uni":
         return UniExecutor(settings)
     if name == "mp":
@@ -39,6 +44,15 @@ def make_executor(settings: WorkerSettings) -> Executor:
 
         return LinesExecutor(RayRanks(settings).connect)
     return LinesExecutor(ExternalRanks(settings).connect)
+
+
+def _check_place(settings: WorkerSettings) -> None:
+    """Refuses sizes that the model can not be shared out to before so many ranks begin, where it is to be had here."""
+    try:
+        config = read_config(Path(settings.model))
+    except ModelError:  # a name on the hub, or a folder that only the ranks' hosts have
+        return
+    check_place(config, Place(0, settings.tensor_parallel_size, settings.pipeline_parallel_size))
 
 
 def is_follower(settings: WorkerSettings, environment: Mapping[str, str]) -> bool:

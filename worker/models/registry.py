@@ -19,7 +19,8 @@ from worker.models.gpt2 import GPT2Config, GPT2ForCausalLM
 from worker.models.llama import LlamaConfig, LlamaForCausalLM
 from worker.models.model import Model, ModelNumbers
 from worker.models.opt import OPTConfig, OPTForCausalLM
-from worker.ranks import ALONE, Ranks
+from worker.ranks import ALONE, Place, Ranks
+from worker.shares import deal_heads
 from worker.weights import Piece, load_weights
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 
 class OurNumbers(ModelNumbers, Protocol):
     """The numbers of a model of ours."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of each layer."""
 
     @classmethod
     def from_json(cls, config: dict[str, Any], context_length: int | None = None) -> Self:
@@ -62,6 +67,24 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": Architecture(GPT2Config, GPT2ForCausalLM),
     "OPTForCausalLM": Architecture(OPTConfig, OPTForCausalLM),
 }
+
+
+def check_place(config: dict[str, Any], place: Place) -> None:
+    """Refuses ranks that a model of ours can not be shared out to; `load_model` says all else.
+
+    Raises:
+        ModelError: it has too few layers, or heads that can not be dealt out.
+    """
+    architecture = ARCHITECTURES.get((config.get("architectures") or [""])[0])
+    if architecture is None:
+        return
+    try:
+        numbers = architecture.numbers.from_json(config)
+        _check(numbers)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, UnsupportedModel):
+        return
+    place.layers(numbers.num_layers)
+    deal_heads(numbers.num_heads, numbers.num_kv_heads, place.tensor_rank, place.tensor_size)
 
 
 def load_model(
