@@ -20,6 +20,8 @@ def start(name: str, level: str, form: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter(name) if form == "json" else _TextFormatter(name))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level == "debug":  # gRPC's own are of its event loop, several a second
+        logging.getLogger("grpc").setLevel(logging.INFO)
 
 
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}

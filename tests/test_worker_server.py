@@ -538,7 +538,7 @@ def test_a_model_that_can_not_be_loaded_ends_the_process_with_one_clear_line(tmp
     "line, status, complaint",
     [
         ("", 0, ""),
-        ("[]\n", 2, "python -m worker: --model: Field required\n"),
+        ("[]\n", 2, "python -m worker: error: --model: Field required\n"),
         (json.dumps(["--model", "/none", "--listen", "127.0.0.1:0"]) + "\n", 1, "cannot load the model"),
     ],
     ids=["nothing", "wrong options", "right ones"],
