@@ -347,9 +347,8 @@ class LiveRequest:
         """What the scheduler that takes it over from another one has to know."""
         for stream in self.streams:
             stream.lose_overrun()
-        if self.request.beam_search is not None:
-            return session_pb2.Continuation()
-        return session_pb2.Continuation(progress=[stream.progress for stream in self.streams])
+        progress = [] if self.request.beam_search is not None else [stream.progress for stream in self.streams]
+        return session_pb2.Continuation(progress=progress, waited_ms=int(self.total_ms))
 
     @property
     def has_prompt_logprobs(self) -> bool:

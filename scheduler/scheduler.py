@@ -130,11 +130,12 @@ class Scheduler:
         now: float,
         deadline: float | None = None,
         progress: Seq[Progress] | None = None,
+        waited_s: float = 0.0,
     ) -> SequenceGroup:
         """Puts a new group into the waiting queue.
 
         With `progress` it is one that was accepted elsewhere before, and whose sequences had output that there: the
-        queue's bounds do not apply to it.
+        queue's bounds do not apply to it, and the `waited_s` seconds since then count for its place.
 
         Raises:
             ValueError: no prompt, no tokens wanted, more sequences than can ever run together, no such priority, a
@@ -157,7 +158,7 @@ class Scheduler:
             stop_token_ids=stops,
             sampling=sampling,
             arrival=now,
-            rank=(now - priority * self.policy.aging_s, number),
+            rank=(now - waited_s - priority * self.policy.aging_s, number),
             salt=salt,
             tenant=tenant,
             tenant_weight=tenant_weight,

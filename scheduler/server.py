@@ -263,6 +263,7 @@ class SessionService:
             now=now,
             deadline=_deadline(submit, now),
             progress=_progress(submit.continuation) if submit.HasField("continuation") else None,
+            waited_s=max(0.0, submit.continuation.waited_ms / 1e3),
         )
 
     def _cancel(self, session: RouterSession, handle: int) -> None:

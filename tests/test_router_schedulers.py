@@ -70,6 +70,7 @@ async def test_a_request_that_waits_goes_to_another_scheduler_when_its_own_is_lo
         await plane.servers[plane.schedulers.index(this)].stop(0)
         again = await other.submitted()
         assert [list(row.token_ids) for row in again.continuation.progress] == [[]]
+        assert again.continuation.waited_ms > 0
         again.ClearField("continuation")
         assert again == submit, "the same ids, seed and time left"
         await other.tell({0: b"told"}, finished(handle=again.handle), handle=again.handle)

@@ -401,6 +401,15 @@ def test_token_ids_cross_the_border_of_prompt_and_output():
     assert group.token_ids(sequence, 4, 5).tolist() == [8]
 
 
+def test_who_comes_from_another_scheduler_keeps_the_place_that_it_has_waited_for():
+    core = make(max_num_seqs=1)
+    submit(core, 4, now=0.0)
+    step(core, now=0.0)
+    first, second = submit(core, 4, now=5.0), submit(core, 4, now=9.0)
+    moved = submit(core, 4, now=10.0, progress=[Progress(array("i"))], waited_s=4.0)
+    assert core.queues.waiting.order() == [first, moved, second]
+
+
 def test_numbers_begin_anew_behind_the_last_one_and_leave_live_groups_alone(monkeypatch):
     monkeypatch.setattr("scheduler.scheduler._MOST_NUMBERS", 3)
     core = make()
