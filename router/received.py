@@ -43,6 +43,8 @@ def check_resume(request: pb.GenerateRequest) -> list[Violation]:
         found.append(Violation("request_id", "is required with resume: the one that the first message told"))
     if not resume.HasField("seed"):
         found.append(Violation("resume.seed", "is required: the one that the first message told"))
+    elif request.sampling.HasField("seed") and request.sampling.seed != resume.seed:
+        found.append(Violation("resume.seed", "must be the same as sampling.seed, where that is set"))
     if len(resume.received) > n or len({row.index for row in resume.received}) < len(resume.received):
         found.append(Violation("resume.received", f"must be at most one for each of the {n} outputs"))
     for place, row in enumerate(resume.received[:n]):

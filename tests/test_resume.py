@@ -290,6 +290,7 @@ async def test_calls_that_resume_one_request_at_once_and_break_off_leave_nothing
     [
         (resuming(request_id=""), "request_id"),
         (resuming(None), "resume.seed"),
+        (resuming(7, sampling=pb.SamplingParams(seed=8)), "resume.seed"),
         (resuming(7, pb.Received(index=1)), "resume.received[0]"),
         (resuming(7, pb.Received(text_bytes=-1)), "resume.received[0]"),
         (resuming(7, pb.Received(), pb.Received()), "resume.received"),
