@@ -326,8 +326,7 @@ def generate(
             for line in table.lines(completion, lambda id_: client.detokenize([id_], skip_special_tokens=False)):
                 typer.echo(line)
     console = _console(stderr=True)
-    for remark in terminal.remarks(completion):
-        console.print(remark, style="yellow", markup=False)
+    terminal.remark(completion, console)
     if not json:
         streamed = not beam_width and (best_of or 1) <= (n or 1)
         console.print(terminal.summary(completion, streamed=streamed), style="dim")

@@ -32,16 +32,17 @@ SHARED_OPTIONS = {
     "log_level": SERVICES,
     "log_format": SERVICES,
 }
-# What the launcher tells services itself, to connect them; and a run that ends before it serves.
+# What the launcher tells services itself, and a run that ends before it serves; and what to do instead.
 _LAUNCHERS = {
-    "worker": ("listen", "model", "selftest"),
-    "scheduler": ("listen", "worker"),
-    "router": ("listen", "scheduler", "model", "share-port"),
-}
-_IN_PLACE_OF = {
-    "router.listen": "say --host and --port",
-    "router.share-port": "say --routers",
+    "worker.listen": "leave it out",
+    "worker.model": "say --model",
     "worker.selftest": "run `python -m worker --selftest`",
+    "scheduler.listen": "leave it out",
+    "scheduler.worker": "leave it out",
+    "router.listen": "say --host and --port",
+    "router.scheduler": "leave it out",
+    "router.model": "say --model",
+    "router.share-port": "say --routers",
 }
 # Addresses that peers can not share: the first of several has the one that is told, each other one the next port.
 _UNSHARED_ADDRESSES = ("admin-listen", "metrics-listen")
@@ -82,8 +83,7 @@ class Setting:
         if not (equals and dot and option) or service not in SERVICES:
             raise LaunchError(f"--set {text}: write SERVICE.OPTION=VALUE, where SERVICE is {', '.join(SERVICES)}")
         option = option.replace("_", "-")
-        if option.removeprefix("no-") in _LAUNCHERS[service]:
-            remedy = "say --model" if option == "model" else _IN_PLACE_OF.get(f"{service}.{option}", "leave it out")
+        if (remedy := _LAUNCHERS.get(f"{service}.{option.removeprefix('no-')}")) is not None:
             raise LaunchError(f"--set {text}: `pagewire up` gives this option itself; {remedy}")
         return cls(service, option, value)
 

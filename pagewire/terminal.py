@@ -53,9 +53,10 @@ def tokens_per_second(completion: Completion) -> float | None:
     return later / decode_s if later > 0 and decode_s > 0 else None
 
 
-def remarks(completion: Completion) -> list[str]:
-    """Why sequences ended, where the request alone does not tell."""
-    return list(dict.fromkeys(output.finish_message for output in completion.outputs if output.finish_message))
+def remark(completion: Completion, console: Console) -> None:
+    """Says why sequences ended, where the request alone does not tell."""
+    for words in dict.fromkeys(output.finish_message for output in completion.outputs if output.finish_message):
+        console.print(words, style="yellow", markup=False)
 
 
 def as_json(completion: Completion) -> str:
@@ -99,8 +100,7 @@ class Conversation:
         stream = self._client.stream([*self._messages, asked], **self._options)
         try:
             completion = show(stream, headings=False)
-            for remark in remarks(completion):
-                self._remarks.print(remark, style="yellow", markup=False)
+            remark(completion, self._remarks)
             self._remarks.print(summary(completion), style="dim", markup=False)
         finally:
             # What was said before an interruption stays said; a turn that got no answer is forgotten.

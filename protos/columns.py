@@ -5,15 +5,26 @@ Touching a protobuf sub-message costs Python a microsecond each; a column costs 
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 if sys.byteorder != "little":
     raise ImportError("Pagewire's wire format is little-endian, and this machine is not")
 
 
+_LARGEST = 2**31 - 1
+
+
 def pack(values: Iterable[int]) -> bytes:
     """The column of `values`; OverflowError when one does not fit into int32."""
     return array("i", values).tobytes()
+
+
+def next_number(last: int, taken: Container[int]) -> int:
+    """A number for a column, behind `last` and not among `taken`: from 1 on, and anew behind int32's largest."""
+    while True:
+        last = last % _LARGEST + 1
+        if last not in taken:
+            return last
 
 
 def unpack(column: bytes) -> "array[int]":

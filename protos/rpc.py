@@ -248,7 +248,9 @@ class Server:
         if address.startswith("unix:") and _answers(address.removeprefix("unix:")):
             raise CannotListen(f"cannot listen on {address}: another process does")
         port = address.rpartition(":")[2]
-        if port.isdigit() and int(port) > _LAST_PORT:  # of which gRPC would take the rest of a division
+        if (
+            not address.startswith("unix:") and port.isdigit() and int(port) > _LAST_PORT
+        ):  # of which gRPC would take the rest of a division
             raise CannotListen(f"cannot listen on {address}: the last port is {_LAST_PORT}")
         try:
             if tls is None:

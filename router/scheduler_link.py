@@ -27,7 +27,7 @@ _NUM_LOOKS = 5
 # How long a scheduler without a worker keeps its requests where others have one.
 _WORKER_PATIENCE_S = 10.0
 # Schedulers that a request may lose in a row, without a token between: it may be what kills them.
-MOST_LOST = 3
+_MOST_LOST = 3
 # Of the unary calls, which nobody waits for on a stream.
 _ANSWER_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
@@ -357,8 +357,8 @@ class SchedulerLink:
 
     def _on_lost(self, live: LiveRequest, life: tuple[str, int], *, in_order: bool) -> None:
         """The scheduler that had a request is gone, or has not waited for us; whoever is there has not got it."""
-        if not in_order and live.lose(life) >= MOST_LOST:
-            return live.fail(given_up())
+        if not in_order and give_up(live, life):
+            return None
         log.info("request goes on", extra={"request_id": live.request.request_id, "tokens": live.num_tokens})
         return self._send_submit(live)
 
@@ -389,10 +389,13 @@ def lost(live: LiveRequest, why: str) -> Refusal:
     return Refusal(_code_of_loss(live), "SCHEDULER_LOST", f"the request was lost: {why}", retry_delay_ms=1000)
 
 
-def given_up() -> Refusal:
-    """The end of a request that may be what its schedulers were lost by: no retry makes sense."""
-    message = f"the request is given up: {MOST_LOST} schedulers in a row were lost while they had it"
-    return Refusal(grpc.StatusCode.INTERNAL, "SCHEDULERS_LOST", message)
+def give_up(live: LiveRequest, life: tuple[str, int]) -> bool:
+    """Notes that a request has lost a scheduler. Whether it has failed by that: it may be what kills them."""
+    if live.lose(life) < _MOST_LOST:
+        return False
+    message = f"the request is given up: {_MOST_LOST} schedulers in a row were lost while they had it"
+    live.fail(Refusal(grpc.StatusCode.INTERNAL, "SCHEDULERS_LOST", message))
+    return True
 
 
 def _code_of_loss(live: LiveRequest) -> grpc.StatusCode:

@@ -16,18 +16,17 @@ import grpc
 
 from protos import rpc
 from protos import session_pb2 as pb
+from protos.columns import next_number
 from protos.errors import Refusal, unavailable
 from protos.tls import TlsError
 from router.balance import choose, prefix_key
 from router.config import RouterSettings
 from router.live_request import LiveRequest, OutputStream
-from router.scheduler_link import MOST_LOST, SchedulerLink, given_up
+from router.scheduler_link import SchedulerLink, give_up
 
 _DNS = "dns:///"
 # How often a name's addresses are looked up.
 _LOOKUP_INTERVAL_S = 5.0
-# Handles go as int32.
-_MOST_HANDLES = 2**31 - 1
 _ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -88,10 +87,8 @@ class Schedulers:
 
     def new_handle(self) -> int:
         """A number that no other request of this router has."""
-        while True:
-            self._last_handle = self._last_handle % _MOST_HANDLES + 1
-            if self._last_handle not in self._places:
-                return self._last_handle
+        self._last_handle = next_number(self._last_handle, self._places)
+        return self._last_handle
 
     async def who_has(self, scoped_id: str) -> SchedulerLink | None:
         """The scheduler that has this live request, of any router."""
@@ -290,9 +287,7 @@ class Schedulers:
     def _hand_over(self, live: LiveRequest, link: SchedulerLink) -> None:
         """Moves a request away from a scheduler that is gone, or about to go."""
         self._refusing.pop(live.handle, None)
-        if not link.gone_in_order and live.lose(link.life) >= MOST_LOST:
-            live.fail(given_up())
-        else:
+        if link.gone_in_order or not give_up(live, link.life):
             self._move(live)
 
     def _compare_models(self) -> None:

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from protos.columns import next_number
 from protos.sampling_pb2 import Sampling
 from scheduler.admission import (
     Admission,
@@ -40,8 +41,6 @@ from scheduler.queues import Queues
 from scheduler.sequence import Progress, Sequence, SequenceGroup, Status
 from scheduler.suspects import RUN_APART, Conviction, Suspects
 
-# Numbers of groups go to the worker as int32.
-_MOST_NUMBERS = 2**31 - 1
 # Of the tokens of a step, those of one that suspects are tried in.
 _SHARE_ON_TRIAL = 4
 
@@ -146,7 +145,8 @@ class Scheduler:
         check_submission(self.policy, num_tokens, n, max_tokens, beam, priority)
         if progress is None:
             check_room(self.policy, self.queues.waiting, num_tokens, tenant, now)
-        number, stops = self._new_number(), frozenset(stop_token_ids)
+        number = self._last_number = next_number(self._last_number, self.queues.groups)
+        stops = frozenset(stop_token_ids)
         group = SequenceGroup(
             number=number,
             request_id=request_id,
@@ -173,13 +173,6 @@ class Scheduler:
         if deadline is not None:
             self._deadlines.watch(group, self.rates, self.num_live)
         return group
-
-    def _new_number(self) -> int:
-        """One that no live group has."""
-        while True:
-            self._last_number = self._last_number % _MOST_NUMBERS + 1
-            if self._last_number not in self.queues.groups:
-                return self._last_number
 
     def set_deadline(self, group: SequenceGroup, deadline: float | None) -> None:
         """Somebody else waits for a group from now on, until `deadline`; for ever without one."""

@@ -57,6 +57,16 @@ async def who_got(plane: RouterAlone) -> tuple[FakeScheduler, FakeScheduler, ses
     return this, other, (await this.heard.get()).submit
 
 
+async def all_come_to(plane: RouterAlone, scheduler: FakeScheduler, num: int) -> None:
+    """Asserts that of some different requests this scheduler gets all, and no other one any."""
+    calls = [plane.generation.Complete(wanted(f"{number} different prompts")) for number in range(num)]
+    for _ in calls:
+        await scheduler.submitted()
+    assert all(other.heard.empty() for other in plane.schedulers if other is not scheduler)
+    for call in calls:
+        call.cancel()
+
+
 # With scripted schedulers
 
 
@@ -170,18 +180,15 @@ async def test_requests_in_the_swap_pool_count_as_load():
     async with router_alone(FakeScheduler(), FakeScheduler(), load_slack=0.0) as plane:
         await two(plane)
         full, other = plane.schedulers
+        await full.tell_load(serving=False)
+        await until(plane, lambda named: named["s0"].obstacle == "has no worker")
         await full.tell_load(serving=True, num_running=1, num_swapped=20)
-        await until(plane, lambda named: True)
-        calls = [plane.generation.Generate(wanted("p", request_id=f"r{place}")) for place in range(4)]
-        for _ in calls:
-            await other.submitted()
-        assert full.heard.empty()
-        for call in calls:
-            call.cancel()
+        await two(plane)  # which is so once that load has come
+        await all_come_to(plane, other, num=4)
 
 
 async def test_handles_begin_anew_behind_the_last_one_and_leave_live_requests_alone(monkeypatch):
-    monkeypatch.setattr(router_schedulers, "_MOST_HANDLES", 3)
+    monkeypatch.setattr("protos.columns._LARGEST", 3)
     async with router_alone() as plane:
         calls, handles = [], []
         for _ in range(2):
@@ -361,12 +368,7 @@ async def test_who_drains_or_has_no_worker_gets_nothing_while_another_one_serves
         first, second = plane.schedulers
         await (first.drain() if why == "drains" else first.tell_load(serving=False))
         await until(plane, lambda named: named["s0"].obstacle == why)
-        calls = [plane.generation.Complete(wanted(f"{number} different prompts")) for number in range(8)]
-        for _ in calls:
-            await second.submitted()
-        assert first.heard.empty()
-        for call in calls:
-            call.cancel()
+        await all_come_to(plane, second, num=8)
 
 
 async def test_without_any_worker_requests_wait_at_a_scheduler_until_one_serves(monkeypatch):

@@ -263,3 +263,10 @@ async def test_a_client_at_a_unix_socket_writes_no_pings_behind_what_it_receives
 async def test_an_address_that_can_not_be_bound_is_named_with_what_is_wrong(address, words):
     with pytest.raises(CannotListen, match=f"cannot listen on {address}: {words}"):
         await rpc.Server([]).start(address)
+
+
+async def test_a_sockets_path_may_end_like_a_port(tmp_path):
+    server = rpc.Server([])
+    await server.start(f"unix:{tmp_path}/s:99999")
+    assert (tmp_path / "s:99999").is_socket()
+    await server.stop(0)

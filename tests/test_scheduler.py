@@ -411,7 +411,7 @@ def test_who_comes_from_another_scheduler_keeps_the_place_that_it_has_waited_for
 
 
 def test_numbers_begin_anew_behind_the_last_one_and_leave_live_groups_alone(monkeypatch):
-    monkeypatch.setattr("scheduler.scheduler._MOST_NUMBERS", 3)
+    monkeypatch.setattr("protos.columns._LARGEST", 3)
     core = make()
     kept = submit(core, 4)
     numbers = []

@@ -48,11 +48,12 @@ def make_executor(settings: WorkerSettings) -> Executor:
 
 def _check_place(settings: WorkerSettings) -> None:
     """Refuses sizes that the model can not be shared out to before so many ranks begin, where it is to be had here."""
+    directory = Path(settings.model)
     try:
-        config = read_config(Path(settings.model))
+        config = read_config(directory)
     except ModelError:  # a name on the hub, or a folder that only the ranks' hosts have
         return
-    check_place(config, Place(0, settings.tensor_parallel_size, settings.pipeline_parallel_size))
+    check_place(directory, config, Place(0, settings.tensor_parallel_size, settings.pipeline_parallel_size))
 
 
 def is_follower(settings: WorkerSettings, environment: Mapping[str, str]) -> bool:

@@ -69,7 +69,7 @@ ARCHITECTURES = {
 }
 
 
-def check_place(config: dict[str, Any], place: Place) -> None:
+def check_place(directory: Path, config: dict[str, Any], place: Place) -> None:
     """Refuses ranks that a model of ours can not be shared out to; `load_model` says all else.
 
     Raises:
@@ -79,9 +79,8 @@ def check_place(config: dict[str, Any], place: Place) -> None:
     if architecture is None:
         return
     try:
-        numbers = architecture.numbers.from_json(config)
-        _check(numbers)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, UnsupportedModel):
+        numbers = _read_numbers(architecture, directory, config)
+    except ModelError:
         return
     place.layers(numbers.num_layers)
     deal_heads(numbers.num_heads, numbers.num_kv_heads, place.tensor_rank, place.tensor_size)
@@ -129,12 +128,7 @@ def load_model(
         reason = f"{name} is none of ours ({', '.join(ARCHITECTURES)})"
     else:
         try:
-            numbers = architecture.numbers.from_json(config, context_length)
-            _check(numbers)
-        except KeyError as error:
-            raise ModelError(f"{directory / 'config.json'} lacks {error}") from error
-        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise ModelError(f"{directory / 'config.json'} has a value that can not be: {error}") from error
+            numbers = _read_numbers(architecture, directory, config, context_length)
         except UnsupportedModel as problem:
             reason = f"our {name} can not: {problem}"
         else:
@@ -160,6 +154,25 @@ def load_model(
         return load_generic(directory, dtype, device, choose_operations, context_length, cache_dtype or dtype)
     except UnsupportedModel as problem:
         raise UnsupportedModel(f"{reason}, and transformers can not run it on the paged cache: {problem}") from problem
+
+
+def _read_numbers(
+    architecture: Architecture, directory: Path, config: dict[str, Any], context_length: int | None = None
+) -> OurNumbers:
+    """An architecture's numbers, checked.
+
+    Raises:
+        UnsupportedModel: `config` asks for what is not built.
+        ModelError: one of them is missing, or none.
+    """
+    try:
+        numbers = architecture.numbers.from_json(config, context_length)
+        _check(numbers)
+    except KeyError as error:
+        raise ModelError(f"{directory / 'config.json'} lacks {error}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelError(f"{directory / 'config.json'} has a value that can not be: {error}") from error
+    return numbers
 
 
 def _check(numbers: ModelNumbers) -> None:
