@@ -10,21 +10,13 @@ from collections.abc import Container, Iterable
 if sys.byteorder != "little":
     raise ImportError("Pagewire's wire format is little-endian, and this machine is not")
 
-
+# Columns are of int32.
 _LARGEST = 2**31 - 1
 
 
 def pack(values: Iterable[int]) -> bytes:
     """The column of `values`; OverflowError when one does not fit into int32."""
     return array("i", values).tobytes()
-
-
-def next_number(last: int, taken: Container[int]) -> int:
-    """A number for a column, behind `last` and not among `taken`: from 1 on, and anew behind int32's largest."""
-    while True:
-        last = last % _LARGEST + 1
-        if last not in taken:
-            return last
 
 
 def unpack(column: bytes) -> "array[int]":
@@ -44,3 +36,11 @@ def unpack_floats(column: bytes) -> "array[float]":
     values = array("f")
     values.frombytes(column)
     return values
+
+
+def next_number(last: int, taken: Container[int]) -> int:
+    """A number for a column, behind `last` and not among `taken`: from 1 on, and anew behind int32's largest."""
+    while True:
+        last = last % _LARGEST + 1
+        if last not in taken:
+            return last

@@ -245,12 +245,11 @@ class Server:
         return port
 
     def _bind(self, address: str, tls: ServerTls | None) -> int:
-        if address.startswith("unix:") and _answers(address.removeprefix("unix:")):
-            raise CannotListen(f"cannot listen on {address}: another process does")
-        port = address.rpartition(":")[2]
-        if (
-            not address.startswith("unix:") and port.isdigit() and int(port) > _LAST_PORT
-        ):  # of which gRPC would take the rest of a division
+        if address.startswith("unix:"):
+            if _answers(address.removeprefix("unix:")):
+                raise CannotListen(f"cannot listen on {address}: another process does")
+        elif (port := address.rpartition(":")[2]).isdigit() and int(port) > _LAST_PORT:
+            # gRPC would take the rest of a division.
             raise CannotListen(f"cannot listen on {address}: the last port is {_LAST_PORT}")
         try:
             if tls is None:
