@@ -22,6 +22,7 @@ from grpc_status import rpc_status
 from protos import unknown_methods
 from protos.calls import Calls, sides_of
 from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to_status
+from protos.last_answers import LastAnswers
 from protos.tls import ClientTls, ServerTls, TlsError
 from protos.watched_files import WatchedFiles
 
@@ -212,8 +213,10 @@ class Server:
     ) -> None:
         self.calls: Calls[Any] = calls or Calls()
         self._boundary = _Boundary()
+        self._last_answers = LastAnswers()
         self._server = unknown_methods.server(
-            [self.calls, *interceptors, self._boundary], [*server_options(max_message_bytes, share_port), *options]
+            [self._last_answers, self.calls, *interceptors, self._boundary],
+            [*server_options(max_message_bytes, share_port), *options],
         )
         self._health = health.aio.HealthServicer()
         self._names = ["", *(service.full_name for service in services)]
@@ -284,6 +287,7 @@ class Server:
             end_within_s: seconds that they have for that.
         """
         await self.withdraw()
+        self._last_answers.stopping = True
         # Takes no calls any more. Its own grace would wait for every open health watch too, and those end only when
         # we do.
         closing = asyncio.ensure_future(self._server.stop(grace_s + end_within_s + _STOP_TIMEOUT_S))
@@ -293,7 +297,8 @@ class Server:
         await asyncio.sleep(min(grace_s, _SETTLE_S))
         if await self._boundary.methods.none_within(grace_ends - loop.time()):
             # gRPC may have only begun to send what they have answered.
-            await self._boundary.calls.none_within(min(grace_ends - loop.time(), _ANSWER_TIMEOUT_S))
+            left_s = max(grace_ends - loop.time(), end_within_s)
+            await self._boundary.calls.none_within(min(left_s, _ANSWER_TIMEOUT_S))
         elif end_live is not None:
             end_live()
             await self._boundary.calls.none_within(end_within_s)

@@ -25,7 +25,7 @@ from http2_frames import (
     preface,
 )
 
-from protos import rpc
+from protos import last_answers, rpc
 from protos.errors import CannotListen, Refusal
 from router.config import RouterSettings
 
@@ -132,6 +132,30 @@ async def test_a_server_that_stops_sends_the_last_answers_whole():
         stopping = asyncio.create_task(server.stop(grace_s=60))
         stops.set()
         assert await asyncio.gather(*calls) == [answer] * num_calls
+        await stopping
+
+
+async def test_an_answer_comes_before_its_call_ends_where_a_server_stops(monkeypatch):
+    """So that the connection, which ends with its last call, stays while the answer is read."""
+    monkeypatch.setattr(last_answers, "_READ_S", 60)
+    gate = asyncio.Event()
+
+    async def answer(context: grpc.aio.ServicerContext) -> bytes:
+        await context.send_initial_metadata(())
+        await gate.wait()
+        return b"answer"
+
+    async with serving(answer, grpc.unary_unary_rpc_method_handler) as (server, port), channel_to(port) as channel:
+        call = say(channel)
+        await call.initial_metadata()
+        stopping = asyncio.create_task(server.stop(grace_s=60))
+        while channel.get_state() is grpc.ChannelConnectivity.READY:
+            await asyncio.sleep(0.001)
+        gate.set()
+        assert await call.read() == b"answer"
+        ended, _ = await asyncio.wait([stopping, asyncio.create_task(call.code())], timeout=0.3)
+        assert not ended
+        call.cancel()
         await stopping
 
 
