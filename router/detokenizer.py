@@ -9,8 +9,11 @@ from tokenizers.decoders import DecodeStream
 
 # A character has at most four bytes, so tokens that make none of so many are no character at all.
 _MAX_PENDING_TOKENS = 16
-# Prompt tokens that the first output token is decoded behind: a leading space, or a character begun in the prompt.
+# What the first output token is decoded behind: a leading space, or a character begun in the prompt.
 _NUM_PROMPT_TOKENS = 8
+_LONGEST_CHARACTER = 4
+# Stands for bytes that make no character, or none yet; a text may hold it, too.
+_REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
@@ -23,17 +26,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._pending: list[int] = []
-        tail = list(prompt_token_ids[-_NUM_PROMPT_TOKENS:])
-        border = _last_border(tokenizer, tail)
-        self._restart(tail[:border])
-        # A character that the prompt has begun belongs to the output; the library, told of it as prompt, would repeat
-        # the prompt's text with it. What is there of it looks like a U+FFFD of the prompt's own, which does not belong
-        # to the output: if the next token leaves it one, it was.
-        self._prompt_rest = ""
-        for token_id in tail[border:]:
-            self.push(token_id)
-        self._prompt_rest = tokenizer.decode(tail[border:])
+        self._go_on_behind(prompt_token_ids)
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
@@ -45,25 +38,63 @@ class Detokenizer:
             text = self._stream.step(self._tokenizer, token_id)
         if text is None and not self._tokenizer.decode(self._pending):
             self._pending.clear()  # special tokens, which have no text
-        if text is None and len(self._pending) >= _MAX_PENDING_TOKENS:
-            text = self._tokenizer.decode(self._pending)
-            self._restart(self._pending)
         if text is None:
-            return ""
+            return self._give_up() if len(self._pending) >= _MAX_PENDING_TOKENS else ""
         self._pending.clear()
-        if self._prompt_rest:
-            text = text[_num_common(self._prompt_rest, text) :]
-            self._prompt_rest = ""
-        return text
+        return self._new_in(text)
+
+    def _go_on_behind(self, token_ids: Sequence[int]) -> None:
+        """Begins anew, behind tokens whose text was given."""
+        tail = _tail(self._tokenizer, token_ids)
+        border = _last_border(self._tokenizer, tail)
+        self._pending: list[int] = []
+        self._given = ""
+        self._restart(tail[:border])
+        # A character that was begun belongs to what comes; the library, told of it as given, would repeat what was
+        # given with it. What is there of it looks like a U+FFFD that was given as such: if the next token leaves it
+        # one, it was.
+        for token_id in tail[border:]:
+            self.push(token_id)
+        self._given = self._tokenizer.decode(tail[border:])
+
+    def _give_up(self) -> str:
+        """The text of pending tokens that are no character, up to where one may begin at their end."""
+        pending = self._pending
+        ends = range(len(pending), len(pending) - _LONGEST_CHARACTER, -1)
+        end = min(ends, key=lambda end: _num_broken(self._tokenizer, pending[:end]))
+        text = self._new_in(self._tokenizer.decode(pending[:end]))
+        self._go_on_behind(pending[:end])
+        return text + "".join([self.push(token_id) for token_id in pending[end:]])
+
+    def _new_in(self, text: str) -> str:
+        """What was not given of the text of the tokens that were pending."""
+        given, self._given = self._given, ""
+        return text[_num_common(given, text) :]
 
     def _restart(self, token_ids: Sequence[int]) -> None:
         self._stream = DecodeStream(ids=list(token_ids), skip_special_tokens=True)
 
 
+def _num_broken(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
+    """How many U+FFFD there are. Some tokenizers give one for every byte of a row in which one character is broken."""
+    return tokenizer.decode(list(token_ids)).count(_REPLACEMENT)
+
+
+def _tail(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
+    """The last tokens, from where a character begins: as few are broken as can be, whatever the last one is."""
+
+    def num_broken(length: int) -> int:
+        tail = token_ids[-length:]
+        return min(_num_broken(tokenizer, tail[: len(tail) - rest]) for rest in range(_LONGEST_CHARACTER))
+
+    lengths = range(_NUM_PROMPT_TOKENS, _NUM_PROMPT_TOKENS + _LONGEST_CHARACTER)
+    return list(token_ids[-min(lengths, key=num_broken) :])
+
+
 def _last_border(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
     """How many of `token_ids` come before the character that they end within; all, where they end with a whole one."""
     for num in range(len(token_ids), 0, -1):
-        if not tokenizer.decode(token_ids[:num]).endswith("\ufffd"):
+        if not tokenizer.decode(token_ids[:num]).endswith(_REPLACEMENT):
             return num
     return 0
 

@@ -4,8 +4,10 @@ import itertools
 
 import hypothesis.strategies as st
 import pytest
+import tokenizers
 from fakes import write_tokenizer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
+from tokenizers import decoders, models
 
 from router.detokenizer import Detokenizer, Match, StopStrings
 from router.tokenizer import Tokenizer
@@ -16,9 +18,22 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return Tokenizer(write_tokenizer(tmp_path_factory.mktemp("model")))
 
 
-def stream(tokenizer: Tokenizer, token_ids, prompt=()) -> list[str]:
-    detokenizer = Detokenizer(tokenizer.backend, list(prompt))
+def stream(tokenizer: Tokenizer | tokenizers.Tokenizer, token_ids, prompt=()) -> list[str]:
+    backend = tokenizer.backend if isinstance(tokenizer, Tokenizer) else tokenizer
+    detokenizer = Detokenizer(backend, list(prompt))
     return [detokenizer.push(token_id) for token_id in token_ids]
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> tokenizers.Tokenizer:
+    """As SentencePiece's: "a", "b" and "." are tokens of their own, and of all else each byte is one, with its value.
+
+    In a row of such tokens every byte becomes U+FFFD as long as one character in it is broken.
+    """
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "b": 257, ".": 258, "<unk>": 259}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
 
 
 # At the end of what there is, U+FFFD may stand for half a character: it waits for what comes behind it.
@@ -43,6 +58,7 @@ def test_a_prompt_cut_anywhere_never_leaks_into_the_text(tokenizer, prompt, text
 
 @given(prompt=st.text(alphabet="aé\ufffd", max_size=12), text=st.text(alphabet="bé\ufffd", max_size=5))
 @settings(deadline=None)
+@example(prompt="\ufffd" * 3, text="\ufffd" * 3)
 def test_a_prompt_that_ends_in_replacement_characters_keeps_them(tokenizer, prompt, text):
     assert "".join(stream(tokenizer, (text + ".").encode(), prompt=prompt.encode())) == text + "."
 
@@ -51,6 +67,45 @@ def test_bytes_that_are_no_character_are_not_held_for_ever(tokenizer):
     pieces = stream(tokenizer, b"\x80" * 40 + b"ok")
     assert "".join(pieces).endswith("ok")
     assert any(pieces[:20])
+
+
+# Bytes, tokens from their beginning, and what is written so in the text itself.
+@given(
+    pieces=st.lists(
+        st.sampled_from([b"\x80", b"\xff", b"\xf0\x9f", b"\xe6\xbc", *map(str.encode, "aé🙂\ufffd")]), max_size=40
+    ),
+    border=st.integers(0, 40),
+)
+@settings(deadline=None)
+@example(pieces=["\ufffd".encode()] * 5 + ["é".encode()], border=0)
+def test_bytes_that_are_no_character_cost_none_behind_them(tokenizer, pieces, border):
+    prompt, output = b"".join(pieces[:border]), b"".join(pieces[border:]) + b"."
+    text, alone = "".join(stream(tokenizer, output, prompt)), output.decode(errors="replace")
+    assert (prompt + output).decode(errors="replace").endswith(text)
+    # What the prompt ends within belongs to the output.
+    assert abs(len(text) - len(alone)) <= 3
+
+
+@given(prompt=st.text(alphabet="aé漢🙂\ufffd", max_size=12), text=st.text(alphabet="bé漢🙂\ufffd", max_size=30))
+@settings(deadline=None)
+@example(prompt="漢" * 3, text="漢")
+def test_a_row_of_characters_that_are_bytes_to_the_tokenizer_is_whole(byte_fallback, prompt, text):
+    prompt_ids, token_ids = byte_fallback.encode(prompt).ids, byte_fallback.encode(text + ".").ids
+    assert "".join(stream(byte_fallback, token_ids, prompt_ids)) == text + "."
+
+
+@given(
+    prompt=st.text(alphabet="aé漢🙂", max_size=12),
+    last=st.sampled_from("é漢🙂"),
+    text=st.text(alphabet="bé漢🙂", max_size=12),
+)
+@settings(deadline=None)
+@example(prompt="🙂" * 4, last="🙂", text="é")
+def test_a_character_that_a_prompt_of_such_bytes_begins_is_whole(byte_fallback, prompt, last, text):
+    begun = last.encode()[:-1]
+    prompt_ids, token_ids = byte_fallback.encode(prompt).ids, byte_fallback.encode(text + ".").ids
+    output = [*last.encode()[-1:], *token_ids]
+    assert "".join(stream(byte_fallback, output, [*prompt_ids, *begun])) == last + text + "."
 
 
 def test_special_tokens_have_no_text(tokenizer):
