@@ -213,7 +213,7 @@ class Server:
     ) -> None:
         self.calls: Calls[Any] = calls or Calls()
         self._boundary = _Boundary()
-        self._last_answers = LastAnswers()
+        self._last_answers = LastAnswers("grpc.max_connection_age_ms" in dict(options))
         self._server = unknown_methods.server(
             [self._last_answers, self.calls, *interceptors, self._boundary],
             [*server_options(max_message_bytes, share_port), *options],

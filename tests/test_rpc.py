@@ -34,7 +34,7 @@ Say = Callable[[grpc.aio.ServicerContext], Awaitable[bytes | None]]
 
 
 @contextlib.asynccontextmanager
-async def serving(say: Say, make=grpc.unary_stream_rpc_method_handler):
+async def serving(say: Say, make=grpc.unary_stream_rpc_method_handler, options=()):
     """A server of ours with one method, which streams unless told otherwise, and its port."""
 
     def add(_: object, server: grpc.aio.Server) -> None:
@@ -45,7 +45,7 @@ async def serving(say: Say, make=grpc.unary_stream_rpc_method_handler):
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pagewire.test", handlers),))
         server.add_registered_method_handlers("pagewire.test", handlers)
 
-    server = rpc.Server([rpc.Service("pagewire.test", add, None)])
+    server = rpc.Server([rpc.Service("pagewire.test", add, None)], options=options)
     port = await server.start("127.0.0.1:0")
     await server.set_serving(True)
     try:
@@ -157,6 +157,28 @@ async def test_an_answer_comes_before_its_call_ends_where_a_server_stops(monkeyp
         assert not ended
         call.cancel()
         await stopping
+
+
+@pytest.mark.parametrize("num_bytes, age_s, comes_first", [(100_000, 60, True), (100, 60, False), (100_000, 0, False)])
+async def test_so_does_a_large_one_where_any_may_be_the_last_of_an_aged_connection(
+    monkeypatch, num_bytes, age_s, comes_first
+):
+    monkeypatch.setattr(last_answers, "_READ_S", 60)
+    options = RouterSettings(model="m", max_connection_age_s=age_s).connection_age_options
+
+    async def answer(context: grpc.aio.ServicerContext) -> bytes:
+        return b"x" * num_bytes
+
+    async with serving(answer, grpc.unary_unary_rpc_method_handler, options) as (_, port), channel_to(port) as channel:
+        call = say(channel)
+        assert await call.read() == b"x" * num_bytes
+        code = asyncio.create_task(call.code())
+        if comes_first:
+            ended, _ = await asyncio.wait([code], timeout=0.3)
+            assert not ended
+            call.cancel()
+        else:
+            assert await code is grpc.StatusCode.OK
 
 
 async def test_a_server_that_stops_does_not_wait_the_whole_grace_for_who_does_not_read_an_answer(monkeypatch):
