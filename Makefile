@@ -5,8 +5,18 @@ BIN := .venv/bin
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 PROTOS := $(shell find protos -name '*.proto')
 KERNELS := $(wildcard kernels/csrc/*) kernels/build.py
+BUILT_FROM := pyproject.toml hatch_build.py $(PROTOS) $(KERNELS)
+# Bytecode is compiled behind it, by all cores.
+PIP := $(BIN)/pip install --disable-pip-version-check --no-compile
 COMPUTATIONS := $(wildcard $(addprefix tests/test_,kernels_*.py triton_*.py models_*.py decode_graphs.py \
     memory_pressure.py system_parity.py worker_memory.py worker_runner.py))
+
+# Where Python may not keep bytecode, each process would compile all that it imports anew.
+define install
+	$(PIP) --editable '.[$(EXTRAS)]'
+	@echo "compiling bytecode"
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib kernels pagewire protos router scheduler worker || true
+endef
 
 .PHONY: demo test test-services test-computations up protos docs lint format compose-test soak soak-cancel chaos fuzz test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
 
@@ -92,18 +102,22 @@ format: .venv/installed
 compose-test: .venv/installed
 	$(BIN)/python deploy/compose_test.py
 
-# What serves, 1 GB; and beside it what the tests run and check, as much again.
-.venv/serves: pyproject.toml hatch_build.py $(PROTOS) $(KERNELS)
-	@echo "setting up .venv (some minutes the first time)"
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --disable-pip-version-check --editable '.[worker]'
-	@# Where Python may not keep bytecode, each process would compile these anew.
-	@$(BIN)/python -m compileall -q kernels pagewire protos router scheduler worker
+# What serves, 1 GB; or that and what the tests run and check, as much again.
+.venv/serves: EXTRAS := worker
+.venv/serves: .venv/torch $(BUILT_FROM)
+	$(install)
 	@touch $@
 
-.venv/installed: .venv/serves
-	$(BIN)/pip install --disable-pip-version-check --editable '.[worker,dev]'
+.venv/installed: EXTRAS := worker,dev
+.venv/installed: .venv/torch $(BUILT_FROM)
+	$(install)
+	@touch .venv/serves $@
+
+# pip takes one core, the compiler all: the kernels are compiled meanwhile, and what builds the package finds them done.
+.venv/torch:
+	@echo "setting up .venv (some minutes the first time)"
+	$(PYTHON) -m venv .venv
+	$(PYTHON) kernels/build.py >/dev/null 2>&1 & $(PIP) torch==2.13.0; status=$$?; wait; exit $$status
 	@touch $@
 
 clean:

@@ -84,6 +84,7 @@ def assert_idle(running: Cluster) -> None:
     assert state.block_pool.num_held == 0
 
 
+@pytest.mark.long
 async def test_a_thousand_streams_at_once_are_all_whole_and_right(running):
     assert await burst(running.target, 1000, 40) == []
     assert_idle(running)

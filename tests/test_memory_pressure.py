@@ -107,7 +107,11 @@ def test_a_tenth_of_the_blocks_changes_no_token(weights, tokenizer, ample, steps
 
 @pytest.mark.parametrize(
     "steps",
-    [pytest.param({}, marks=pytest.mark.long), {"max_steps_in_flight": 2}, {"num_speculative_tokens": 8}],
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"max_steps_in_flight": 2}, marks=pytest.mark.long),
+        {"num_speculative_tokens": 8},
+    ],
 )
 def test_swapping_changes_no_token(weights, tokenizer, ample, steps):
     expected, num_blocks = ample
@@ -137,7 +141,7 @@ def test_classic_steps_change_no_token(weights, tokenizer, ample):
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_preempting_anyone_at_any_step_changes_no_token(weights, tokenizer, ample, mode, depth):
     deployment = start(weights, num_swap_blocks=AMPLE, preemption_mode=mode, max_steps_in_flight=depth)
-    assert answers(deployment, tokenizer, preempt_share=0.3) == ample[0]
+    assert answers(deployment, tokenizer, preempt_share=0.2) == ample[0]
     assert deployment.core.num_preemptions > 100
 
 

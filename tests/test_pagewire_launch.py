@@ -420,7 +420,7 @@ def test_a_detached_cluster_serves_and_is_shown_and_stopped(home, port):
     assert "nothing runs" in pagewire("down", "--port", port).stdout
 
 
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("num", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_cluster_behind_tls_is_started_and_shown_by_who_trusts_it(num, home, port):
     authority = Authority(home)
     certificate, key = authority.issue()

@@ -127,7 +127,7 @@ async def test_an_open_report_does_not_hold_up_the_end_of_a_router():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("out_of_band", [True, False])
+@pytest.mark.parametrize("out_of_band", [True, pytest.param(False, marks=pytest.mark.long)])
 async def test_weighted_round_robin_sends_most_calls_to_the_router_that_answers_faster(out_of_band):
     """Each has a scheduler of its own, with as many places; calls that are done sooner take less of them."""
     policy = {

@@ -88,7 +88,7 @@ def prompt(step_id=1, request_id=1):
     return step(Row(request_id, PROMPT, [0, 1, 2]), new={request_id: GREEDY}, step_id=step_id)
 
 
-@pytest.mark.parametrize("tensor, stages", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("tensor, stages", [pytest.param(2, 1, marks=pytest.mark.long), (2, 2)])
 def test_a_few_steps_give_the_tokens_of_one_rank_in_as_many_blocks_as_all_have(uneven, tensor, stages):
     alone = UniExecutor(settings(uneven))
     alone.load(lambda: None)

@@ -37,7 +37,10 @@ def test_the_process_tells_machine_versions_kernels_and_speeds_and_ends_with_0()
     assert num_checks > 10
 
 
-@pytest.mark.parametrize("dtype, cache_dtype", [("auto", "auto"), ("bfloat16", "float16"), ("float16", "float32")])
+@pytest.mark.parametrize(
+    "dtype, cache_dtype",
+    [("auto", "auto"), pytest.param("bfloat16", "float16", marks=pytest.mark.long), ("float16", "float32")],
+)
 def test_with_a_model_the_process_runs_it_in_the_dtypes_of_the_worker(tmp_path, dtype, cache_dtype):
     ended = run("--model", tiny_checkpoint(tmp_path), "--dtype", dtype, "--kv-cache-dtype", cache_dtype)
     assert (ended.returncode, ended.stderr) == (0, "")
