@@ -117,7 +117,7 @@ compose-test: .venv/installed
 .venv/torch:
 	@echo "setting up .venv (some minutes the first time)"
 	$(PYTHON) -m venv .venv
-	$(PYTHON) kernels/build.py >/dev/null 2>&1 & $(PIP) torch==2.13.0; status=$$?; wait; exit $$status
+	$(PYTHON) kernels/build.py >/dev/null 2>&1 & trap "kill $$!" INT TERM; $(PIP) torch==2.13.0; status=$$?; wait; exit $$status
 	@touch $@
 
 clean:

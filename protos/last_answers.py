@@ -7,6 +7,7 @@ loopback it broke 9 of 300 drains that each ended with eight answers of 300 kB.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from protos.calls import sides_of
 
 # What a kernel has taken is about what two round trips carry.
 _READ_S = 0.25
-# Bytes; less is on its way at once.
+# Bytes. What is smaller has mostly left the kernel when its call ends.
 _LARGE = 64 << 10
 
 
@@ -29,13 +30,21 @@ class LastAnswers(grpc.aio.ServerInterceptor):
         connections_age: whether gRPC sends clients elsewhere at times that nobody is told of.
 
     Attributes:
-        stopping: whether clients are sent elsewhere now; until then no call is held up, or where connections age one
-            with a large answer.
+        stopping: whether all clients are sent elsewhere now; before, a call is held only if connections age and its
+            one answer is large.
     """
 
     def __init__(self, connections_age: bool) -> None:
         self._connections_age = connections_age
         self.stopping = False
+        self._held: set[asyncio.Task[Any]] = set()
+        self._let_go = asyncio.Event()
+
+    async def let_go(self, timeout_s: float) -> None:
+        """Ends the calls that are held, and from now on holds none; waits at most `timeout_s` seconds for that."""
+        self._let_go.set()
+        if self._held:
+            await asyncio.wait(self._held, timeout=timeout_s)
 
     async def intercept_service(
         self,
@@ -52,7 +61,7 @@ class LastAnswers(grpc.aio.ServerInterceptor):
             del request  # see `protos.rpc`: errors outlive their calls, and with them what our frames hold
             await answer
             if self.stopping:
-                await asyncio.sleep(_READ_S)
+                await self._hold(context)
 
         async def answered(request: object, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
             answer = behaviour(request, context)
@@ -60,8 +69,20 @@ class LastAnswers(grpc.aio.ServerInterceptor):
             message = serialize(await answer)
             await context.write(message)
             if self.stopping or (self._connections_age and len(message) > _LARGE):
-                await asyncio.sleep(_READ_S)
+                await self._hold(context)
 
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(streamed, handler.request_deserializer, serialize)
         return grpc.unary_stream_rpc_method_handler(answered, handler.request_deserializer)
+
+    async def _hold(self, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        left_s = context.time_remaining()
+        if left_s is not None and left_s < 2 * _READ_S:
+            return  # the deadline would come first, and make an error of the answer
+        call = asyncio.current_task()
+        assert call is not None
+        self._held.add(call)
+        call.add_done_callback(self._held.discard)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READ_S):
+                await self._let_go.wait()

@@ -297,11 +297,11 @@ class Server:
         await asyncio.sleep(min(grace_s, _SETTLE_S))
         if await self._boundary.methods.none_within(grace_ends - loop.time()):
             # gRPC may have only begun to send what they have answered.
-            left_s = max(grace_ends - loop.time(), end_within_s)
-            await self._boundary.calls.none_within(min(left_s, _ANSWER_TIMEOUT_S))
+            await self._boundary.calls.none_within(min(grace_ends - loop.time(), _ANSWER_TIMEOUT_S))
         elif end_live is not None:
             end_live()
             await self._boundary.calls.none_within(end_within_s)
+        await self._last_answers.let_go(_SETTLE_S)
         # A connection whose reader has stopped reading does not close, and gRPC would wait for it for ever.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_TIMEOUT_S):

@@ -11,6 +11,7 @@ from tokenizers.decoders import DecodeStream
 _MAX_PENDING_TOKENS = 16
 # What the first output token is decoded behind: a leading space, or a character begun in the prompt.
 _NUM_PROMPT_TOKENS = 8
+# Bytes, and so tokens.
 _LONGEST_CHARACTER = 4
 # Stands for bytes that make no character, or none yet; a text may hold it, too.
 _REPLACEMENT = "\ufffd"
@@ -33,13 +34,12 @@ class Detokenizer:
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # the one type it has: the text before the token changed with it, so begin anew behind it
-            self._restart(())
-            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # the one type it has: the text before the token changed with it, and was given
+            return self._give(len(self._pending))
         if text is None and not self._tokenizer.decode(self._pending):
             self._pending.clear()  # special tokens, which have no text
         if text is None:
-            return self._give_up() if len(self._pending) >= _MAX_PENDING_TOKENS else ""
+            return self._give(self._num_broken()) if len(self._pending) >= _MAX_PENDING_TOKENS else ""
         self._pending.clear()
         return self._new_in(text)
 
@@ -57,14 +57,18 @@ class Detokenizer:
             self.push(token_id)
         self._given = self._tokenizer.decode(tail[border:])
 
-    def _give_up(self) -> str:
-        """The text of pending tokens that are no character, up to where one may begin at their end."""
+    def _num_broken(self) -> int:
+        """How many pending tokens are no character: all, or those in front of one that may begin at their end."""
         pending = self._pending
-        ends = range(len(pending), len(pending) - _LONGEST_CHARACTER, -1)
-        end = min(ends, key=lambda end: _num_broken(self._tokenizer, pending[:end]))
-        text = self._new_in(self._tokenizer.decode(pending[:end]))
-        self._go_on_behind(pending[:end])
-        return text + "".join([self.push(token_id) for token_id in pending[end:]])
+        nums = range(len(pending), len(pending) - _LONGEST_CHARACTER, -1)
+        return min(nums, key=lambda num: _num_replaced(self._tokenizer, pending[:num]))
+
+    def _give(self, num: int) -> str:
+        """The text of the first `num` pending tokens as it is, and of those behind them what is whole."""
+        pending = self._pending
+        text = self._new_in(self._tokenizer.decode(pending[:num]))
+        self._go_on_behind(pending[:num])
+        return text + "".join([self.push(token_id) for token_id in pending[num:]])
 
     def _new_in(self, text: str) -> str:
         """What was not given of the text of the tokens that were pending."""
@@ -75,7 +79,7 @@ class Detokenizer:
         self._stream = DecodeStream(ids=list(token_ids), skip_special_tokens=True)
 
 
-def _num_broken(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
+def _num_replaced(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
     """How many U+FFFD there are. Some tokenizers give one for every byte of a row in which one character is broken."""
     return tokenizer.decode(list(token_ids)).count(_REPLACEMENT)
 
@@ -83,12 +87,12 @@ def _num_broken(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
 def _tail(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
     """The last tokens, from where a character begins: as few are broken as can be, whatever the last one is."""
 
-    def num_broken(length: int) -> int:
+    def num_replaced(length: int) -> int:
         tail = token_ids[-length:]
-        return min(_num_broken(tokenizer, tail[: len(tail) - rest]) for rest in range(_LONGEST_CHARACTER))
+        return min(_num_replaced(tokenizer, tail[: len(tail) - rest]) for rest in range(_LONGEST_CHARACTER))
 
     lengths = range(_NUM_PROMPT_TOKENS, _NUM_PROMPT_TOKENS + _LONGEST_CHARACTER)
-    return list(token_ids[-min(lengths, key=num_broken) :])
+    return list(token_ids[-min(lengths, key=num_replaced) :])
 
 
 def _last_border(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:

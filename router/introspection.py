@@ -135,7 +135,7 @@ class IntrospectionService:
 
 
 def _end(context: grpc.aio.ServicerContext, refusal: Refusal) -> None:
-    """Ends a stream with an error as soon as its method returns; to raise it would wait for a client to read it."""
+    """Ends a stream with an error when its method has returned; to raise it would wait for a client to read it."""
     status = rpc_status.to_status(to_status(refusal))
     context.set_code(status.code)
     context.set_details(status.details)

@@ -178,7 +178,29 @@ async def test_so_does_a_large_one_where_any_may_be_the_last_of_an_aged_connecti
             assert not ended
             call.cancel()
         else:
-            assert await code is grpc.StatusCode.OK
+            async with asyncio.timeout(30):
+                assert await code is grpc.StatusCode.OK
+
+
+async def test_a_call_is_not_held_until_its_deadline_or_the_end_of_its_server(monkeypatch):
+    monkeypatch.setattr(last_answers, "_READ_S", 60)
+    begun, gate = asyncio.Semaphore(0), asyncio.Event()
+
+    async def answer(context: grpc.aio.ServicerContext) -> bytes:
+        begun.release()
+        await gate.wait()
+        return b"answer"
+
+    async with serving(answer, grpc.unary_unary_rpc_method_handler) as (server, port), channel_to(port) as channel:
+        calls = [channel.unary_unary(METHOD)(b"", timeout=timeout) for timeout in (30, None)]
+        for _ in calls:
+            await begun.acquire()
+        stopping = asyncio.create_task(server.stop(grace_s=1))
+        while channel.get_state() is grpc.ChannelConnectivity.READY:
+            await asyncio.sleep(0.001)
+        gate.set()
+        assert await asyncio.gather(*calls) == [b"answer"] * 2
+        await stopping
 
 
 async def test_a_server_that_stops_does_not_wait_the_whole_grace_for_who_does_not_read_an_answer(monkeypatch):
