@@ -138,7 +138,7 @@ def test_classic_steps_change_no_token(weights, tokenizer, ample):
 
 
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, pytest.param(PreemptionMode.SWAP, marks=pytest.mark.long)])
 def test_preempting_anyone_at_any_step_changes_no_token(weights, tokenizer, ample, mode, depth):
     deployment = start(weights, num_swap_blocks=AMPLE, preemption_mode=mode, max_steps_in_flight=depth)
     assert answers(deployment, tokenizer, preempt_share=0.2) == ample[0]

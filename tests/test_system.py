@@ -37,6 +37,7 @@ async def test_text_streams_while_it_is_computed(running):
         assert len(rest) > 50, "tokens that were guessed right come together"
 
 
+@pytest.mark.long
 async def test_sixty_four_streams_of_one_client_all_finish(running):
     async with running.client() as stub:
 
