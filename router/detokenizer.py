@@ -49,7 +49,7 @@ class Detokenizer:
         border = _last_border(self._tokenizer, tail)
         self._pending: list[int] = []
         self._given = ""
-        self._restart(tail[:border])
+        self._stream = DecodeStream(ids=tail[:border], skip_special_tokens=True)
         # A character that was begun belongs to what comes; the library, told of it as given, would repeat what was
         # given with it. What is there of it looks like a U+FFFD that was given as such: if the next token leaves it
         # one, it was.
@@ -74,9 +74,6 @@ class Detokenizer:
         """What was not given of the text of the tokens that were pending."""
         given, self._given = self._given, ""
         return text[_num_common(given, text) :]
-
-    def _restart(self, token_ids: Sequence[int]) -> None:
-        self._stream = DecodeStream(ids=list(token_ids), skip_special_tokens=True)
 
 
 def _num_replaced(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
