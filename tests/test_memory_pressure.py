@@ -141,7 +141,7 @@ def test_classic_steps_change_no_token(weights, tokenizer, ample):
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, pytest.param(PreemptionMode.SWAP, marks=pytest.mark.long)])
 def test_preempting_anyone_at_any_step_changes_no_token(weights, tokenizer, ample, mode, depth):
     deployment = start(weights, num_swap_blocks=AMPLE, preemption_mode=mode, max_steps_in_flight=depth)
-    assert answers(deployment, tokenizer, preempt_share=0.2) == ample[0]
+    assert answers(deployment, tokenizer, preempt_share=0.3) == ample[0]
     assert deployment.core.num_preemptions > 100
 
 

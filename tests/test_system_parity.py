@@ -74,9 +74,10 @@ def chunks_of(num_tokens: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("chunk", [16, *(pytest.param(chunk, marks=pytest.mark.long) for chunk in (64, 2048))])
-async def test_a_prompt_alone_equals_hugging_face_whatever_the_chunk_size(model_dir, expected, chunk):
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
+async def test_each_prompt_alone_equals_hugging_face_whatever_the_chunk_size(model_dir, expected, chunk, half):
     async with deployment(model_dir, worker=("--dtype", "float32"), scheduler=chunks_of(chunk)) as running:
-        for prompt, tokens in zip(PROMPTS[::2], expected[::2], strict=True):
+        for prompt, tokens in zip(PROMPTS[half::2], expected[half::2], strict=True):
             assert tokens_of(await running.complete([greedy(prompt, NUM_TOKENS)])) == [tokens], prompt
 
 
@@ -122,12 +123,13 @@ async def test_a_prefix_found_in_the_cache_changes_no_token(model_dir, expected)
         assert sum(answer.usage.cached_prompt_tokens for answer in answers) > 100
 
 
-async def test_bfloat16_equals_hugging_face_up_to_the_first_near_tie(model_dir, float32):
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
+async def test_bfloat16_equals_hugging_face_up_to_the_first_near_tie(model_dir, float32, half):
     reference = Reference(model_dir, torch.bfloat16)
     async with deployment(model_dir) as running:
         ours = tokens_of(await running.complete(requests()))
     num_equal = 0
-    for prompt, tokens in list(zip(PROMPTS, ours, strict=True))[::2]:
+    for prompt, tokens in list(zip(PROMPTS, ours, strict=True))[half::2]:
         theirs = reference.continue_each(prompt, tokens)
         same = next((i for i, (a, b) in enumerate(zip(tokens, theirs, strict=True)) if a != b), None)
         if same is None:

@@ -99,7 +99,10 @@ FILTERS = [
 
 
 @everywhere
-@pytest.mark.parametrize("size, heat", [(1, 1.0), (40, 4.0), (5000, 0.5), (5000, 1.0), (40_001, 1.0)])
+@pytest.mark.parametrize(
+    "size, heat",
+    [(1, 1.0), (40, 4.0), (5000, 0.5), (5000, 1.0), pytest.param(40_001, 0.5, marks=pytest.mark.long), (40_001, 1.0)],
+)
 def test_a_filtered_draw_is_the_samplers(device, size, heat):
     torch.manual_seed(size)
     samples = [Sample(parameters(heat, seed=11 + i, **f), i, 3 * i) for i, f in enumerate(FILTERS)]

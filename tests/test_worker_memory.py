@@ -94,11 +94,12 @@ def test_what_was_freed_below_something_that_is_kept_goes_back_to_the_system():
     library.free(pieces[-1])
 
 
-def test_log_probabilities_of_a_prompt_of_4000_tokens_do_not_double_the_worker(tmp_path):
-    """All logits at once would be 0.8 GB."""
+@pytest.mark.parametrize("num_tokens", [4000, pytest.param(8000, marks=pytest.mark.long)])
+def test_log_probabilities_of_a_long_prompt_do_not_double_the_worker(tmp_path, num_tokens):
+    """All logits at once would be 0.8 or 1.5 GB."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 49_152, "max_position_embeddings": 8192}
     directory = tiny_checkpoint(tmp_path, **sizes, head_dim=16)
-    without, base = measure("prompt", directory, 4000, False)
-    growth, _ = measure("prompt", directory, 4000, True)
+    without, base = measure("prompt", directory, num_tokens, False)
+    growth, _ = measure("prompt", directory, num_tokens, True)
     assert base + growth < 2 * (base + without)
     assert growth - without < 300 * MIB
