@@ -1,11 +1,7 @@
-"""What every call to a server came to: the outermost interceptor, which sees refusals, cancellations and bugs alike.
-
-Calls of our own services only: health checks and reflection are no traffic.
-"""
+"""What every call to a server came to: an interceptor around all that may refuse a call, end it or have bugs."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +10,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
 from protos.histogram import REQUEST_SECONDS, Histogram
+from protos.interceptor import Context, Interceptor, behaviour_of, sides_of, with_behaviour
 
 _DETAILS = "grpc-status-details-bin"
 _KINDS = {
@@ -60,14 +57,7 @@ class MethodCounts:
 C = TypeVar("C", bound=Call)
 
 
-def sides_of(handler: Any) -> str:
-    """How gRPC names handlers of this kind, as "unary_stream" where one request is answered by a stream."""
-    return "_".join(
-        "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
-    )
-
-
-class Calls(grpc.aio.ServerInterceptor, Generic[C]):
+class Calls(Interceptor, Generic[C]):
     """Counts calls by method, and tells of each at its begin and its end.
 
     Attributes:
@@ -78,36 +68,27 @@ class Calls(grpc.aio.ServerInterceptor, Generic[C]):
         self.counts: dict[tuple[str, str, str], MethodCounts] = {}
         self._live: dict[Any, C] = {}
 
-    def begin(self, service: str, method: str, kind: str, context: "grpc.aio.ServicerContext[Any, Any]") -> C:
+    def begin(self, service: str, method: str, kind: str, context: Context) -> C:
         """A call arrives."""
         return Call(service, method, kind, time.monotonic())  # type: ignore[return-value]
 
-    def end(self, call: C, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+    def end(self, call: C, context: Context) -> None:
         """The call has ended, as it says."""
 
-    def of(self, context: "grpc.aio.ServicerContext[Any, Any]") -> C:
+    def of(self, context: Context) -> C:
         """The live call that a servicer answers."""
         return self._live[context]
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(details)
-        if handler is None or not details.method.startswith("/pagewire."):
-            return handler
-        sides = sides_of(handler)
-        kind = _KINDS[sides]
-        behaviour = getattr(handler, sides)
-        _, service, method = details.method.split("/")
-        counts = self.counts.setdefault((kind, service, method), MethodCounts())
+    def around(self, handler: Any, method: str) -> Any:
+        behaviour, kind = behaviour_of(handler), _KINDS[sides_of(handler)]
+        _, service, name = method.split("/")
+        counts = self.counts.setdefault((kind, service, name), MethodCounts())
 
-        async def observed(request: object, context: "grpc.aio.ServicerContext[Any, Any]") -> object:
-            call = self._live[context] = self.begin(service, method, kind, context)
+        async def observed(request: object, context: Context) -> object:
+            call = self._live[context] = self.begin(service, name, kind, context)
             counts.num_started += 1
             answer = behaviour(request, context)
-            del request  # see `protos.rpc`: errors outlive their calls, and with them what our frames hold
+            del request  # see `protos.boundary`: errors outlive their calls, and with them what our frames hold
             try:
                 return await answer
             except asyncio.CancelledError:
@@ -129,11 +110,10 @@ class Calls(grpc.aio.ServerInterceptor, Generic[C]):
                 counts.seconds.observe(call.total_s)
                 self.end(call, context)
 
-        make = getattr(grpc, f"{sides}_rpc_method_handler")
-        return make(observed, handler.request_deserializer, handler.response_serializer)
+        return with_behaviour(handler, observed)
 
 
-def _read_refusal(call: Call, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+def _read_refusal(call: Call, context: Context) -> None:
     """Takes over what the call was aborted with."""
     code: Any = context.code()
     call.code = code if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN

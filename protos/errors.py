@@ -1,6 +1,6 @@
 """Errors with a meaning on the wire, and their one translation to gRPC status and back.
 
-A service raises a `Refusal`; `protos.rpc` turns it into a status with google.rpc details. INVALID_ARGUMENT: never
+A service raises a `Refusal`; `protos.boundary` turns it into a status with google.rpc details. INVALID_ARGUMENT: never
 retry. RESOURCE_EXHAUSTED: retry later. UNAVAILABLE: retry elsewhere or later. INTERNAL: our bug.
 """
 

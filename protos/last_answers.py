@@ -8,12 +8,12 @@ loopback it broke 9 of 300 drains that each ended with eight answers of 300 kB.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
-from protos.calls import sides_of
+from protos.interceptor import Context, Interceptor, behaviour_of
+from protos.live_calls import LiveCalls, current_call
 
 # What a kernel has taken is about what two round trips carry.
 _READ_S = 0.25
@@ -21,7 +21,7 @@ _READ_S = 0.25
 _LARGE = 64 << 10
 
 
-class LastAnswers(grpc.aio.ServerInterceptor):
+class LastAnswers(Interceptor):
     """Ends calls that have one request some time behind their last message, and with it their connection.
 
     For gRPC they are all streams, also where one message is the answer: it would send that together with the end.
@@ -37,33 +37,27 @@ class LastAnswers(grpc.aio.ServerInterceptor):
     def __init__(self, connections_age: bool) -> None:
         self._connections_age = connections_age
         self.stopping = False
-        self._held: set[asyncio.Task[Any]] = set()
+        self._held = LiveCalls()
         self._let_go = asyncio.Event()
 
     async def let_go(self, timeout_s: float) -> None:
         """Ends the calls that are held, and from now on holds none; waits at most `timeout_s` seconds for that."""
         self._let_go.set()
-        if self._held:
-            await asyncio.wait(self._held, timeout=timeout_s)
+        await self._held.none_within(timeout_s)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(details)
-        if handler is None or handler.request_streaming or not details.method.startswith("/pagewire."):
+    def around(self, handler: Any, method: str) -> Any:
+        if handler.request_streaming:
             return handler
-        behaviour, serialize = getattr(handler, sides_of(handler)), handler.response_serializer
+        behaviour, serialize = behaviour_of(handler), handler.response_serializer
 
-        async def streamed(request: object, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        async def streamed(request: object, context: Context) -> None:
             answer = behaviour(request, context)
-            del request  # see `protos.rpc`: errors outlive their calls, and with them what our frames hold
+            del request  # see `protos.boundary`: errors outlive their calls, and with them what our frames hold
             await answer
             if self.stopping:
                 await self._hold(context)
 
-        async def answered(request: object, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        async def answered(request: object, context: Context) -> None:
             answer = behaviour(request, context)
             del request
             message = serialize(await answer)
@@ -75,14 +69,11 @@ class LastAnswers(grpc.aio.ServerInterceptor):
             return grpc.unary_stream_rpc_method_handler(streamed, handler.request_deserializer, serialize)
         return grpc.unary_stream_rpc_method_handler(answered, handler.request_deserializer)
 
-    async def _hold(self, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+    async def _hold(self, context: Context) -> None:
         left_s = context.time_remaining()
         if left_s is not None and left_s < 2 * _READ_S:
             return  # the deadline would come first, and make an error of the answer
-        call = asyncio.current_task()
-        assert call is not None
-        self._held.add(call)
-        call.add_done_callback(self._held.discard)
+        self._held.add_until_done(current_call())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READ_S):
                 await self._let_go.wait()

@@ -1,4 +1,4 @@
-"""How every part serves and dials gRPC: options, health, reflection, the boundary where exceptions become statuses.
+"""How every part serves and dials gRPC: options, health, reflection, and how a server stops.
 
 Measured reasons for the options stand in grpc's own keepalive.md and beside each option here.
 """
@@ -8,20 +8,19 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
 
 from protos import unknown_methods
-from protos.calls import Calls, sides_of
-from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to_status
+from protos.boundary import ABORT_TIMEOUT_S, Boundary
+from protos.calls import Calls
+from protos.errors import CannotListen
 from protos.last_answers import LastAnswers
 from protos.tls import ClientTls, ServerTls, TlsError
 from protos.watched_files import WatchedFiles
@@ -38,9 +37,8 @@ _SETTLE_S = 0.1
 _LAST_PORT = 65_535
 # Of a Unix socket.
 _LONGEST_PATH = 107
-# How long an error may be on its way to a client before the client counts as one that does not read; and how long a
-# server that stops waits for an answer, which may be large.
-_ABORT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 1.0, 5.0
+# How long a server that stops waits for an answer, which may be large.
+_ANSWER_TIMEOUT_S = 5.0
 # How long calls may go on over a channel that another one replaces; ours have shorter deadlines, or are ended before.
 _LAST_ANSWERS_S = 10.0
 _KEEPALIVE = [
@@ -212,7 +210,7 @@ class Server:
         share_port: bool = False,
     ) -> None:
         self.calls: Calls[Any] = calls or Calls()
-        self._boundary = _Boundary()
+        self._boundary = Boundary()
         self._last_answers = LastAnswers("grpc.max_connection_age_ms" in dict(options))
         self._server = unknown_methods.server(
             [self._last_answers, self.calls, *interceptors, self._boundary],
@@ -277,7 +275,7 @@ class Server:
         await self.set_serving(False)
 
     async def stop(
-        self, grace_s: float, end_live: Callable[[], None] | None = None, end_within_s: float = _ABORT_TIMEOUT_S
+        self, grace_s: float, end_live: Callable[[], None] | None = None, end_within_s: float = ABORT_TIMEOUT_S
     ) -> None:
         """Sends clients elsewhere (GOAWAY), lets live calls finish for `grace_s` seconds, then ends them.
 
@@ -323,131 +321,3 @@ async def wait_for_serving(channel: grpc.aio.Channel, service: str = "") -> None
         finally:
             call.cancel()
         await asyncio.sleep(0.1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Malformed:
-    """Stands for a request whose bytes are no message of its type."""
-
-    refusal: Refusal
-
-
-class _Live:
-    """Tasks that are to end some time."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._none = asyncio.Event()
-        self._none.set()
-
-    def add(self, task: "asyncio.Task[Any]") -> None:
-        """One has begun."""
-        self._tasks.add(task)
-        self._none.clear()
-
-    def discard(self, task: "asyncio.Task[Any]") -> None:
-        """One has ended."""
-        self._tasks.discard(task)
-        if not self._tasks:
-            self._none.set()
-
-    async def none_within(self, timeout_s: float) -> bool:
-        """Whether there is none, now or at some time within `timeout_s` seconds."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._none.wait()
-        except TimeoutError:
-            return not self._tasks
-
-
-class _Boundary(grpc.aio.ServerInterceptor):
-    """Turns what our servicers raise into statuses, and knows what of ours is live.
-
-    The servicers' streaming methods are coroutines that call `context.write`.
-
-    Attributes:
-        methods: gRPC's tasks of calls whose methods run.
-        calls: those of calls that are not answered to the end: an answer may be on its way when its method has ended.
-    """
-
-    def __init__(self) -> None:
-        self.methods = _Live()
-        self.calls = _Live()
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(details)
-        if handler is None or not details.method.startswith("/pagewire."):
-            return handler
-        sides = sides_of(handler)
-        behaviour = getattr(handler, sides)
-
-        async def guarded(request: object, context: grpc.aio.ServicerContext) -> object:
-            call = asyncio.current_task()
-            assert call is not None
-            self.methods.add(call)
-            self.calls.add(call)
-            call.add_done_callback(self.calls.discard)
-            request_id = getattr(request, "request_id", "")
-            try:
-                if isinstance(request, _Malformed):
-                    raise request.refusal
-                answer = behaviour(request, context)
-                # An error that is given to gRPC lies in a cycle of its own making until somebody collects it, and with
-                # it what our frames hold: requests of any size.
-                del request
-                return await answer
-            except Refusal as refusal:
-                refusal.__traceback__ = None
-                await _abort(context, refusal)
-            except DecodeError as error:  # a later message of a stream
-                await _abort(context, _malformed(error))
-            except (grpc.aio.AbortError, grpc.aio.UsageError):
-                raise
-            except Exception as error:
-                log.exception("bug", extra={"method": details.method, "request_id": request_id})
-                error.__traceback__ = None
-                bug = Refusal(grpc.StatusCode.INTERNAL, "BUG", f"{details.method} failed; the server's log says why")
-                await _abort(context, bug)
-            finally:
-                self.methods.discard(call)
-
-        make = getattr(grpc, f"{sides}_rpc_method_handler")
-        deserialize = handler.request_deserializer
-        if not handler.request_streaming:
-            deserialize = _forgiving(deserialize)
-        return make(guarded, deserialize, handler.response_serializer)
-
-
-async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", refusal: Refusal) -> NoReturn:
-    """Ends a call with an error, also where the client does not read what was written before.
-
-    gRPC would wait for such a client until its connection dies.
-
-    Raises:
-        grpc.aio.AbortError: always, for gRPC itself.
-    """
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_ABORT_TIMEOUT_S):
-            await context.abort_with_status(rpc_status.to_status(to_status(refusal)))
-    await context.send_initial_metadata(())  # raises what the wait was cut off from
-    raise AssertionError("an aborted call goes on")
-
-
-def _forgiving(deserialize: Callable[[bytes], object]) -> Callable[[bytes], object]:
-    """A deserializer that returns `_Malformed` where gRPC would answer INTERNAL to a client's mistake."""
-
-    def attempt(data: bytes) -> object:
-        try:
-            return deserialize(data)
-        except DecodeError as error:
-            return _Malformed(_malformed(error))
-
-    return attempt
-
-
-def _malformed(error: DecodeError) -> Refusal:
-    return invalid_argument([Violation("request", f"not a message of this type (strings must be UTF-8): {error}")])
