@@ -11,8 +11,8 @@ All options stand in `pagewire.request`, the results in `pagewire.results`, the 
 """
 
 import asyncio
-import json
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -34,32 +34,13 @@ from pagewire.request import (
     tokenize_request,
 )
 from pagewire.results import Completion, Delta, Model
-from pagewire.resumption import Resumption
+from pagewire.resumption import Attempts, Connection, Resumption
 from protos.errors import Refusal
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.rpc import PUBLIC_MESSAGE_BYTES, options_towards
 
-# Calls of one answer are made again where nothing of it can have come (gRFC A6); streams see to that themselves.
-_RETRIES = {
-    "methodConfig": [
-        {
-            "name": [
-                {"service": "pagewire.v1.GenerationService", "method": method}
-                for method in ("Complete", "Tokenize", "Detokenize", "GetModel")
-            ],
-            "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "1s",
-                "backoffMultiplier": 3,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
-}
 CHANNEL_OPTIONS = [
-    ("grpc.service_config", json.dumps(_RETRIES)),
     ("grpc.max_receive_message_length", PUBLIC_MESSAGE_BYTES),
     ("grpc.max_send_message_length", PUBLIC_MESSAGE_BYTES),
     # A server that vanished without a word is noticed while a stream waits for it.
@@ -219,25 +200,24 @@ class Client:
     `access` says how to get in where a server asks: `Client("host:443", Access(tls=True, token="..."))`.
 
     Every method raises the errors of `pagewire.errors`. A server that goes away costs a pause, if it or another one at
-    the same target is there within seconds: streams are resumed, and calls of one answer are made again.
+    the same target is there within seconds: streams are resumed, and calls without an answer are made again.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, access: Access = _OPEN) -> None:
         self.target = target
         self._channel = access.channel(target, [*CHANNEL_OPTIONS, *options_towards(target)])
         self._metadata = access.metadata
+        self._connection = Connection()
         self._stub = GenerationServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """The whole answer to a text, to token ids, or to chat messages."""
-        return results.completion(
-            _call(self._stub.Complete, generate_request(prompt, options), timeout, self._metadata)
-        )
+        return results.completion(self._call(self._stub.Complete, generate_request(prompt, options), timeout))
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
         """The same answer as it is made. Errors of the request come with the first delta."""
         request, start = generate_request(prompt, options), partial(self._stub.Generate, metadata=self._metadata)
-        return Stream(start, start(request, timeout=timeout), Resumption(request, timeout))
+        return Stream(start, start(request, timeout=timeout), Resumption(request, timeout, self._connection))
 
     def chat(
         self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
@@ -259,21 +239,37 @@ class Client:
         timeout: float | None = None,
     ) -> list[int]:
         """The token ids that `generate` would see for a text or for chat messages."""
-        return list(
-            _call(self._stub.Tokenize, tokenize_request(prompt, add_special_tokens), timeout, self._metadata).token_ids
-        )
+        request = tokenize_request(prompt, add_special_tokens)
+        return list(self._call(self._stub.Tokenize, request, timeout).token_ids)
 
     def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None, timeout: float | None = None
     ) -> str:
         """The text of token ids."""
-        return _call(
-            self._stub.Detokenize, detokenize_request(token_ids, skip_special_tokens), timeout, self._metadata
-        ).text
+        request = detokenize_request(token_ids, skip_special_tokens)
+        return self._call(self._stub.Detokenize, request, timeout).text
 
     def model(self, *, timeout: float | None = None) -> Model:
         """What is served, and within which limits."""
-        return results.model(_call(self._stub.GetModel, pb.GetModelRequest(), timeout, self._metadata))
+        return results.model(self._call(self._stub.GetModel, pb.GetModelRequest(), timeout))
+
+    def _call(self, method: Callable[..., Response], request: object, timeout: float | None) -> Response:
+        """The one answer to a request, which is sent again where a server goes."""
+        attempts, lost = Attempts(timeout, self._connection), None
+        while True:
+            try:
+                answer = method(request, timeout=attempts.timeout, metadata=self._metadata)
+            except grpc.RpcError as error:
+                lost = from_rpc_error(error)
+            except ValueError as closed:  # as the channel is
+                raise lost or closed from None
+            else:
+                self._connection.was_up = True
+                return answer
+            delay_s = attempts.delay_after(lost)
+            if delay_s is None:
+                raise lost
+            time.sleep(delay_s)
 
     def close(self) -> None:
         """Closes the connection; live streams are cancelled."""
@@ -295,18 +291,17 @@ class AsyncClient:
         self.target = target
         self._channel = access.aio_channel(target, [*CHANNEL_OPTIONS, *options_towards(target)])
         self._metadata = access.metadata
+        self._connection = Connection()
         self._stub = GenerationServiceStub(self._channel)
 
     async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """The whole answer to a text, to token ids, or to chat messages."""
-        return results.completion(
-            await _acall(self._stub.Complete, generate_request(prompt, options), timeout, self._metadata)
-        )
+        return results.completion(await self._call(self._stub.Complete, generate_request(prompt, options), timeout))
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
         """The same answer as it is made. Errors of the request come with the first delta."""
         request, start = generate_request(prompt, options), partial(self._stub.Generate, metadata=self._metadata)
-        return AsyncStream(start, start(request, timeout=timeout), Resumption(request, timeout))
+        return AsyncStream(start, start(request, timeout=timeout), Resumption(request, timeout, self._connection))
 
     async def chat(
         self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
@@ -329,18 +324,38 @@ class AsyncClient:
     ) -> list[int]:
         """The token ids that `generate` would see for a text or for chat messages."""
         request = tokenize_request(prompt, add_special_tokens)
-        return list((await _acall(self._stub.Tokenize, request, timeout, self._metadata)).token_ids)
+        return list((await self._call(self._stub.Tokenize, request, timeout)).token_ids)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None, timeout: float | None = None
     ) -> str:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens)
-        return (await _acall(self._stub.Detokenize, request, timeout, self._metadata)).text
+        return (await self._call(self._stub.Detokenize, request, timeout)).text
 
     async def model(self, *, timeout: float | None = None) -> Model:
         """What is served, and within which limits."""
-        return results.model(await _acall(self._stub.GetModel, pb.GetModelRequest(), timeout, self._metadata))
+        return results.model(await self._call(self._stub.GetModel, pb.GetModelRequest(), timeout))
+
+    async def _call(
+        self, method: Callable[..., Awaitable[Response]], request: object, timeout: float | None
+    ) -> Response:
+        """The one answer to a request, which is sent again where a server goes."""
+        attempts, lost = Attempts(timeout, self._connection), None
+        while True:
+            try:
+                answer = await _answer(method(request, timeout=attempts.timeout, metadata=self._metadata))
+            except RequestError as error:
+                lost = error
+            except grpc.aio.UsageError as closed:  # as the channel is
+                raise lost or closed from None
+            else:
+                self._connection.was_up = True
+                return answer
+            delay_s = attempts.delay_after(lost)
+            if delay_s is None:
+                raise lost
+            await asyncio.sleep(delay_s)
 
     async def close(self) -> None:
         """Closes the connection; live streams are cancelled."""
@@ -353,19 +368,6 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-
-def _call(method: Callable[..., Response], request: object, timeout: float | None, metadata: Metadata) -> Response:
-    try:
-        return method(request, timeout=timeout, metadata=metadata)
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from None
-
-
-async def _acall(
-    method: Callable[..., Awaitable[Response]], request: object, timeout: float | None, metadata: Metadata
-) -> Response:
-    return await _answer(method(request, timeout=timeout, metadata=metadata))
 
 
 async def _answer(call: Awaitable[Response]) -> Response:

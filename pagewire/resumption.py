@@ -1,10 +1,11 @@
-"""How a stream that breaks off goes on: the same request again, with what has arrived of its answer.
+"""How a call goes on whose server goes: it is made again, a stream's with what has arrived of its answer.
 
-A server that dies, drains or is unreachable for a while costs a pause. Nothing is resumed for ever: after so many
+A server that dies, drains or is unreachable for a while costs a pause. Nothing is tried for ever: after so many
 attempts in a row without output between, the error is the caller's.
 """
 
 import time
+from dataclasses import dataclass
 
 import grpc
 
@@ -22,41 +23,88 @@ _LONGEST_DELAY_S = 5.0
 # for a call that crosses with its end.
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
 # How gRPC begins its sentence where it has not found a server at all.
-_NOBODY_THERE = "failed to connect"
+_NOBODY_THERE = ("failed to connect", "errors resolving")
 # Another call has resumed the stream: to take it back would go on for ever.
 _TAKEN_OVER = "TAKEN_OVER"
 # A server that has no room now, or does not know yet that the broken call is dead. They matter only to who has begun.
 _NOT_YET = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
 
 
-class Resumption:
-    """One request through as many calls as it takes.
-
-    Args:
-        request: as it is sent first.
-        timeout: seconds for all calls together; None for no limit.
+@dataclass(slots=True)
+class Connection:
+    """What the calls of one client tell each other.
 
     Attributes:
-        transcript: what has arrived.
+        was_up: whether a server was there for one of them.
     """
 
-    def __init__(self, request: pb.GenerateRequest, timeout: float | None) -> None:
-        self.transcript = Transcript()
-        self._request = request
+    was_up: bool = False
+
+
+class Attempts:
+    """One request through as many calls as it takes until one is answered.
+
+    Args:
+        timeout: seconds for all calls together; None for no limit.
+        connection: of the client.
+    """
+
+    def __init__(self, timeout: float | None, connection: Connection) -> None:
         self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._connection = connection
         self._num_attempts = 0
-        # Whether anything has come, and whether the first message told the seed, without which nothing can be resumed.
-        self._begun = False
-        self._seed: int | None = None
-        # Whether a server was there when the first call was made.
-        self._was_connected = False
-        # What broke the stream, until the call that resumes it has shown that it does.
-        self._broken_by: RequestError | None = None
 
     @property
     def timeout(self) -> float | None:
         """Seconds that are left."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def delay_after(self, error: RequestError) -> float | None:
+        """Seconds after which to try again; None where the error stands.
+
+        A call is made once more, at once: the connection may have been a dead one. And then for some seconds, if a
+        server was ever there: it may be restarting, or have said when to come back.
+        """
+        self._num_attempts += 1
+        crossed = error.code is grpc.StatusCode.CANCELLED and not error.reason
+        if error.code is not grpc.StatusCode.UNAVAILABLE and not crossed:
+            return None
+        if not str(error).startswith(_NOBODY_THERE):
+            self._connection.was_up = True
+        if self._num_attempts == 1 and error.retry_after_s is None:
+            return 0.0
+        if not self._connection.was_up or self._num_attempts > _MOST_BEFORE_BEGUN:
+            return None
+        return self._delay_s(error.retry_after_s)
+
+    def _delay_s(self, wanted_s: float | None) -> float | None:
+        """Ever longer from attempt to attempt, and as long as a server wants if that is more; None for too long."""
+        delay_s = max(_FIRST_DELAY_S * 2 ** (self._num_attempts - 1), wanted_s or 0.0)
+        left, delay_s = self.timeout, min(delay_s, _LONGEST_DELAY_S)
+        return delay_s if left is None or delay_s < left else None
+
+
+class Resumption(Attempts):
+    """A stream through as many calls as it takes.
+
+    Args:
+        request: as it is sent first.
+        timeout: seconds for all calls together; None for no limit.
+        connection: of the client.
+
+    Attributes:
+        transcript: what has arrived.
+    """
+
+    def __init__(self, request: pb.GenerateRequest, timeout: float | None, connection: Connection) -> None:
+        super().__init__(timeout, connection)
+        self.transcript = Transcript()
+        self._request = request
+        # Whether anything has come, and whether the first message told the seed, without which nothing can be resumed.
+        self._begun = False
+        self._seed: int | None = None
+        # What broke the stream, until the call that resumes it has shown that it does.
+        self._broken_by: RequestError | None = None
 
     def request(self) -> pb.GenerateRequest:
         """What the next call sends."""
@@ -74,7 +122,8 @@ class Resumption:
         """
         if self._broken_by is not None and self._seed is not None and response.seed != self._seed:
             raise self._broken_by
-        self._begun, self._broken_by = True, None
+        self._begun = self._connection.was_up = True
+        self._broken_by = None
         if response.outputs:
             self._num_attempts = 0
         if response.HasField("seed"):
@@ -83,20 +132,11 @@ class Resumption:
         return self.transcript.add(response)
 
     def delay_after(self, error: RequestError) -> float | None:
-        """Seconds after which to try again; None where the error stands.
-
-        A stream that has not begun is tried once more, at once: the connection may have been a dead one. And then for
-        some seconds, if it was lost with a server that was there.
-        """
-        self._num_attempts += 1
+        """Seconds after which to try again; None where the error stands."""
         self._broken_by = error
         if not self._begun:
-            if error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or error.reason:
-                return None
-            self._was_connected = self._was_connected or not str(error).startswith(_NOBODY_THERE)
-            if self._num_attempts == 1:
-                return 0.0
-            return self._delay_s() if self._was_connected and self._num_attempts <= _MOST_BEFORE_BEGUN else None
+            return super().delay_after(error)
+        self._num_attempts += 1
         if self._seed is None or error.reason == _TAKEN_OVER:
             return None
         if error.code not in (*_LOST, *_NOT_YET):
@@ -105,11 +145,4 @@ class Resumption:
             return None  # of the stream itself, as where its client has not read for long
         if self._num_attempts > _MOST_ATTEMPTS:
             return None
-        wanted_s = error.retry_after_s if error.code in _NOT_YET else None
-        return self._delay_s(wanted_s or 0.0)
-
-    def _delay_s(self, wanted_s: float = 0.0) -> float | None:
-        """Ever longer from attempt to attempt, and as long as a server wants if that is more; None for too long."""
-        delay_s = max(_FIRST_DELAY_S * 2 ** (self._num_attempts - 1), wanted_s)
-        left, delay_s = self.timeout, min(delay_s, _LONGEST_DELAY_S)
-        return delay_s if left is None or delay_s < left else None
+        return self._delay_s(error.retry_after_s if error.code in _NOT_YET else None)

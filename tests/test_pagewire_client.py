@@ -9,7 +9,7 @@ import grpc
 import pytest
 from pagewire_fakes import FakeGeneration, delta, last, serving
 
-from pagewire import AsyncClient, Client, errors
+from pagewire import AsyncClient, Client, errors, resumption
 from pagewire.request import _PLACES, Options, generate_request
 from pagewire.results import FinishReason, Timings, TokenLogprob, TokenLogprobs, Usage
 from protos.errors import Refusal, Violation, invalid_argument, unavailable, unsupported
@@ -194,7 +194,8 @@ def test_tokenize_detokenize_and_model(client, fake):
         (Refusal(grpc.StatusCode.DATA_LOSS, "ODD", "odd"), errors.RequestError),
     ],
 )
-async def test_a_status_is_the_same_named_error_in_both_clients(target, client, fake, refusal, kind):
+async def test_a_status_is_the_same_named_error_in_both_clients(target, client, fake, refusal, kind, monkeypatch):
+    monkeypatch.setattr(resumption, "_LONGEST_DELAY_S", 0.01)
     fake.script = refuse(refusal)
     caught = []
     for call in (lambda: client.generate("Hi"), lambda: next(client.stream("Hi"))):

@@ -4,7 +4,7 @@ import asyncio
 import re
 import signal
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import grpc
@@ -12,6 +12,7 @@ import pytest
 from fakes import TEXT
 from launched import launched
 
+from pagewire import AsyncClient
 from pagewire.processes import environment, module_command
 from pagewire.state import ClusterState
 from protos.pagewire.v1 import generation_pb2 as pb
@@ -91,3 +92,26 @@ async def test_every_service_is_restarted_under_streams_and_none_of_them_breaks(
     assert re.search(r"worker lost .*requeued=[1-9]", output), "streams lived through the restart of the worker"
     assert "request goes on" in output, "and through that of the scheduler"
     assert re.search(r"router-\d +draining live=[1-9]", output), "and ended with the router that they began with"
+
+
+@pytest.mark.slow
+async def test_our_client_waits_where_the_only_router_is_restarted(tmp_path, monkeypatch):
+    async def ask_for(answer: Callable[[AsyncClient], Awaitable[str]]) -> None:
+        async with AsyncClient(running.target) as client:
+            while not restarted.is_set():
+                assert await answer(client) == EXPECTED
+
+    async def streamed(client: AsyncClient) -> str:
+        return "".join([delta.text async for delta in client.stream("p", max_tokens=NUM_TOKENS, ignore_eos=True)])
+
+    async def whole(client: AsyncClient) -> str:
+        return (await client.generate("p", max_tokens=NUM_TOKENS, ignore_eos=True)).text
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    restarted = asyncio.Event()
+    with launched(tmp_path) as (_, running):
+        async with asyncio.TaskGroup() as group:
+            for answer in (streamed, whole):
+                group.create_task(ask_for(answer))
+            await restart("router", running)
+            restarted.set()

@@ -1,6 +1,7 @@
 """Streams that break off and go on: the client's part, the router's, and both together."""
 
 import asyncio
+import contextlib
 import threading
 
 import grpc
@@ -97,25 +98,6 @@ def test_a_server_that_knows_of_no_resumption_makes_no_text_come_twice(knows):
     assert len(fake.requests) == 1 + knows
 
 
-@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
-def test_a_stream_that_is_cut_before_its_first_message_is_asked_for_again_but_not_for_ever(code):
-    fake = FakeGeneration()
-    cut = Refusal(code, "", "cut")
-    fake.script = breaking([], [], [], [last(first("a"))], refusal=cut)
-    with serving(fake) as target, Client(target) as client:
-        assert [piece.text for piece in client.stream("Hi")] == ["a"]
-        fake.script = breaking(*[[]] * 99, refusal=cut)
-        with pytest.raises(errors.RequestError, match="cut"):
-            list(client.stream("Hi"))
-    assert len(fake.requests) == 4 + 1 + resumption._MOST_BEFORE_BEGUN
-
-
-def test_where_no_server_is_a_stream_says_so_soon(monkeypatch):
-    monkeypatch.setattr(resumption, "_FIRST_DELAY_S", 60.0)  # which would be waited for
-    with Client("127.0.0.1:1") as client, pytest.raises(errors.Unavailable):
-        list(client.stream("Hi"))
-
-
 def test_a_closed_client_resumes_nothing():
     fake, ended = FakeGeneration(), threading.Event()
 
@@ -166,12 +148,81 @@ def test_a_full_server_is_waited_for_by_who_has_begun_only():
             list(client.stream("Hi"))
 
 
-def test_a_call_of_one_answer_is_made_again_where_a_server_goes():
+def whole(client: Client) -> str:
+    return client.generate("Hi").text
+
+
+def streamed(client: Client) -> str:
+    return "".join(piece.text for piece in client.stream("Hi"))
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+def test_a_call_that_is_cut_before_its_answer_is_made_again_but_not_for_ever(ask, code):
     fake = FakeGeneration()
-    fake.script = breaking([], [], [last(first("a"))], refusal=unavailable("DRAINING", "this router shut down", 1))
+    cut = Refusal(code, "", "cut")
+    fake.script = breaking([], [], [], [last(first("a"))], refusal=cut)
     with serving(fake) as target, Client(target) as client:
-        assert client.generate("Hi").text == "a"
+        assert ask(client) == "a"
+        fake.script = breaking(*[[]] * 99, refusal=cut)
+        with pytest.raises(errors.RequestError, match="cut"):
+            ask(client)
+    assert len(fake.requests) == 4 + 1 + resumption._MOST_BEFORE_BEGUN
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+def test_who_is_told_to_come_back_does_so(ask):
+    fake = FakeGeneration()
+    fake.script = breaking([], [], [last(first("a"))], refusal=unavailable("NO_SCHEDULER", "loading", 1))
+    with serving(fake) as target, Client(target) as client:
+        assert ask(client) == "a"
     assert len(fake.requests) == 3
+
+
+def test_a_server_that_says_when_to_come_back_is_not_asked_before(monkeypatch):
+    monkeypatch.setattr(resumption, "_LONGEST_DELAY_S", 5.0)
+    attempts = resumption.Attempts(None, resumption.Connection())
+    assert attempts.delay_after(errors.named(unavailable("NO_SCHEDULER", "loading", 1500))) == 1.5
+    hurried = resumption.Attempts(1.0, resumption.Connection())
+    assert hurried.delay_after(errors.named(unavailable("NO_SCHEDULER", "loading", 1500))) is None
+
+
+async def test_an_asynchronous_call_of_one_answer_is_made_again_too():
+    fake = FakeGeneration()
+    fake.script = breaking([], [], [last(first("a"))])
+    with serving(fake) as target:
+        async with AsyncClient(target) as client:
+            assert (await client.generate("Hi", timeout=30)).text == "a"
+    assert len(fake.requests) == 3
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+def test_a_client_that_had_a_server_waits_for_it_to_come_back(ask, monkeypatch, tmp_path):
+    monkeypatch.setattr(resumption, "_FIRST_DELAY_S", 0.1)
+    monkeypatch.setattr(resumption, "_LONGEST_DELAY_S", 1.0)
+    delay_after, address = resumption.Attempts.delay_after, f"unix:{tmp_path}/router"
+    with contextlib.ExitStack() as back, Client(address) as client:
+        with serving(FakeGeneration(), address):
+            client.generate("Hi")
+
+        def restarting(attempts, error):
+            delay_s = delay_after(attempts, error)
+            if delay_s and "failed to connect" in str(error):
+                monkeypatch.setattr(resumption.Attempts, "delay_after", delay_after)
+                back.enter_context(serving(FakeGeneration(), address))
+            return delay_s
+
+        monkeypatch.setattr(resumption.Attempts, "delay_after", restarting)
+        assert ask(client) == "Hello, world"
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+@pytest.mark.parametrize("target", ["127.0.0.1:1", "nowhere.invalid:1"])
+def test_where_no_server_ever_was_that_is_said_soon(ask, target, monkeypatch):
+    monkeypatch.setattr(resumption, "_FIRST_DELAY_S", 60.0)  # which would be waited for
+    monkeypatch.setattr(resumption, "_LONGEST_DELAY_S", 60.0)
+    with Client(target) as client, pytest.raises(errors.Unavailable):
+        ask(client)
 
 
 # The router
