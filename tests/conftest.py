@@ -1,9 +1,11 @@
 """Fixtures that several test files share."""
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,25 @@ from protos import pollers
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 with contextlib.suppress(ImportError):  # where kernels alone are tested there may be no gRPC
     pollers.keep()
+# By `time.time`. CI sets it, whose time is bounded on machines of any speed.
+SLOW_TESTS_UNTIL = float(os.environ.get("PAGEWIRE_SLOW_TESTS_UNTIL", "inf"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests come last where their time is bounded, and of these first what users do with the real model."""
+    if math.isfinite(SLOW_TESTS_UNTIL):
+        items.sort(key=lambda item: (_is_slow(item), not item.path.name.startswith("test_system")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leaves out slow tests whose time is over."""
+    if time.time() > SLOW_TESTS_UNTIL and _is_slow(item):
+        pytest.skip("LEFT OUT: the time for slow tests is over")
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 @pytest.fixture(scope="session")
