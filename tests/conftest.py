@@ -17,7 +17,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 with contextlib.suppress(ImportError):  # where kernels alone are tested there may be no gRPC
     pollers.keep()
 # By `time.time`. CI sets it, whose time is bounded on machines of any speed.
-SLOW_TESTS_UNTIL = float(os.environ.get("PAGEWIRE_SLOW_TESTS_UNTIL", "inf"))
+SLOW_TESTS_UNTIL = float(os.environ.get("SLOW_TESTS_UNTIL", "inf"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
