@@ -43,7 +43,6 @@ class SessionService:
         self._loop = loop
         self._sessions = sessions
         self._epoch = epoch
-        self._load = pb.Load()
         self._draining = False
         # Sessions without a stream, each with the timer that ends its lease.
         self._leases: dict[str, asyncio.TimerHandle] = {}
@@ -110,22 +109,21 @@ class SessionService:
     async def report_load(self) -> None:
         """Tells every router the load when it changed: within a second, and at once when serving begins or ends."""
         while True:
-            core = self._loop.core
-            if core is not None:
-                load = pb.Load(
-                    serving=self._loop.serving,
-                    num_waiting=core.num_waiting,
-                    num_running=core.num_running,
-                    num_swapped=core.num_swapped,
-                    kv_usage=1 - core.blocks.num_free / core.blocks.num_blocks,
-                    worker_left=self._loop.worker_left,
-                )
-                if load != self._load:
-                    self._load = load
-                    for session in self._sessions:
-                        if session.outbox is not None:
-                            session.outbox.put_load(load)
+            for session in self._sessions:
+                if session.outbox is not None:
+                    session.outbox.put_load(self._load_now)
             await self._loop.wait_for_change(_LOAD_INTERVAL_S)
+
+    def _load_now(self) -> pb.Load:
+        core = self._core()
+        return pb.Load(
+            serving=self._loop.serving,
+            num_waiting=core.num_waiting,
+            num_running=core.num_running,
+            num_swapped=core.num_swapped,
+            kv_usage=1 - core.blocks.num_free / core.blocks.num_blocks,
+            worker_left=self._loop.worker_left,
+        )
 
     def drain(self, grace_s: float) -> None:
         """Refuses new requests and tells every router so; what is live goes on."""
@@ -175,7 +173,7 @@ class SessionService:
             unknown_handles=pack(unknown),
         )
         outbox.put(pb.SessionResponse(welcome=welcome))
-        outbox.put_load(self._load)
+        outbox.put_load(self._load_now)
         if self._draining:
             outbox.put(_drain(self._settings.drain_grace_s))
         for handle, ticket in list(session.tickets.items()):

@@ -40,7 +40,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self._messages: deque[pb.SessionResponse] = deque()
-        self._load: pb.Load | None = None
+        self._load: Callable[[], pb.Load] | None = None
+        self._told_load: pb.Load | None = None
         self._rows: dict[Key, Row] = {}
         # Log-probabilities of the tokens, of requests that asked.
         self._logprobs: dict[Key, Logprobs] = {}
@@ -60,8 +61,11 @@ class Outbox:
         self._messages.append(message)
         self._filled.set()
 
-    def put_load(self, load: pb.Load) -> None:
-        """Queues the newest load in place of an older one."""
+    def put_load(self, load: Callable[[], pb.Load]) -> None:
+        """Queues the load if it is another one than was told last, when all else has been taken.
+
+        It is asked for then: a router adds what it did since to what it is told.
+        """
         self._load = load
         self._filled.set()
 
@@ -104,8 +108,10 @@ class Outbox:
             if self._rows or self._finished:
                 return self._take_outputs()
             if self._load is not None:
-                load, self._load = self._load, None
-                return pb.SessionResponse(load=load)
+                load, self._load = self._load(), None
+                if load != self._told_load:
+                    self._told_load = load
+                    return pb.SessionResponse(load=load)
             if self._closed:
                 return None
             self._filled.clear()

@@ -506,3 +506,19 @@ def test_forgetting_a_request_leaves_another_one_alone_that_has_come_under_its_h
     tickets.add(session, 7, submit(core, 1))
     tickets.purge(before=11.0)
     assert 7 in session.tickets
+
+
+async def test_a_load_is_told_as_it_is_behind_all_else_and_only_where_it_changed():
+    outbox, num_waiting = sessions.Outbox(), 0
+    accepted = pb.SessionResponse(accepted=pb.Accepted(handle=1))
+
+    def load() -> pb.Load:
+        return pb.Load(num_waiting=num_waiting)
+
+    outbox.put_load(load)
+    outbox.put(accepted)
+    num_waiting = 1
+    assert [await outbox.take(), await outbox.take()] == [accepted, pb.SessionResponse(load=pb.Load(num_waiting=1))]
+    outbox.put_load(load)
+    outbox.close()
+    assert await outbox.take() is None
