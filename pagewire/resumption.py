@@ -23,7 +23,7 @@ _LONGEST_DELAY_S = 5.0
 # for a call that crosses with its end.
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
 # How gRPC begins its sentence where it has not found a server at all.
-_NOBODY_THERE = ("failed to connect", "errors resolving")
+_NOBODY_THERE = ("failed to connect", "errors resolving", "DNS resolution failed")
 # Another call has resumed the stream: to take it back would go on for ever.
 _TAKEN_OVER = "TAKEN_OVER"
 # A server that has no room now, or does not know yet that the broken call is dead. They matter only to who has begun.
