@@ -61,6 +61,8 @@ def server_options(max_message_bytes: int, share_port: bool = False) -> list[tup
         # The defaults reset streams at random when thousands open at once.
         ("grpc.server.max_pending_requests", 30_000),
         ("grpc.server.max_pending_requests_hard_limit", 30_000),
+        # By default a call is cancelled that a busy server has not begun within half a minute; here its deadline says.
+        ("grpc.server_max_unrequested_time_in_server", 86_400),
         # By default two processes on one port would share it without a word.
         ("grpc.so_reuseport", int(share_port)),
         ("grpc.max_receive_message_length", max_message_bytes),

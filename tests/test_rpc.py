@@ -270,6 +270,26 @@ async def test_a_server_that_withdraws_tells_its_watchers_and_takes_calls_as_bef
         watch.cancel()
 
 
+@pytest.mark.slow
+@pytest.mark.long
+async def test_calls_outlast_half_a_minute_in_which_a_busy_server_begins_none():
+    """After that gRPC cancels them by default, as a burst of thousands showed on a slow machine."""
+    calls: list[grpc.Call] = []
+
+    async def answer(context: grpc.aio.ServicerContext) -> bytes:
+        if not calls:
+            # Not of asyncio's: they are on their way at once.
+            calls.extend(method.future(b"") for _ in range(20))
+            time.sleep(32)
+        return b"answer"
+
+    async with serving(answer, grpc.unary_unary_rpc_method_handler) as (_, port):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            method = channel.unary_unary(METHOD)
+            assert await asyncio.to_thread(method, b"") == b"answer"
+            assert await asyncio.to_thread(lambda: [call.result() for call in calls]) == [b"answer"] * 20
+
+
 def test_grpc_knows_every_option_that_we_set():
     """It ignores others without a word; one with `recv` in its name has kept peers' clients from pinging for years."""
     core = next(Path(grpc.__file__).parent.glob("_cython/cygrpc*.so")).read_bytes()
