@@ -100,10 +100,7 @@ class Stream:
     def _resume(self, error: RequestError) -> None:
         if self._closed.is_set():  # meanwhile, by another thread
             return
-        delay_s = self._resumption.delay_after(error)
-        if delay_s is None:
-            raise error from None
-        if self._closed.wait(delay_s):
+        if self._closed.wait(self._resumption.delay_after(error)):
             return
         try:
             self._call = self._start(self._resumption.request(), timeout=self._resumption.timeout)
@@ -168,10 +165,7 @@ class AsyncStream:
     async def _resume(self, error: RequestError) -> None:
         if self._closed:  # meanwhile, by another task
             return
-        delay_s = self._resumption.delay_after(error)
-        if delay_s is None:
-            raise error from None
-        await asyncio.sleep(delay_s)
+        await asyncio.sleep(self._resumption.delay_after(error))
         if self._closed:
             return
         try:
@@ -255,20 +249,17 @@ class Client:
 
     def _call(self, method: Callable[..., Response], request: object, timeout: float | None) -> Response:
         """The one answer to a request, which is sent again where a server goes."""
-        attempts, lost = Attempts(timeout, self._connection), None
+        attempts = Attempts(timeout, self._connection)
         while True:
             try:
                 answer = method(request, timeout=attempts.timeout, metadata=self._metadata)
             except grpc.RpcError as error:
-                lost = from_rpc_error(error)
+                delay_s = attempts.delay_after(from_rpc_error(error))
             except ValueError as closed:  # as the channel is
-                raise lost or closed from None
+                raise attempts.broken_by or closed from None
             else:
                 self._connection.was_up = True
                 return answer
-            delay_s = attempts.delay_after(lost)
-            if delay_s is None:
-                raise lost
             time.sleep(delay_s)
 
     def close(self) -> None:
@@ -341,20 +332,17 @@ class AsyncClient:
         self, method: Callable[..., Awaitable[Response]], request: object, timeout: float | None
     ) -> Response:
         """The one answer to a request, which is sent again where a server goes."""
-        attempts, lost = Attempts(timeout, self._connection), None
+        attempts = Attempts(timeout, self._connection)
         while True:
             try:
                 answer = await _answer(method(request, timeout=attempts.timeout, metadata=self._metadata))
             except RequestError as error:
-                lost = error
+                delay_s = attempts.delay_after(error)
             except grpc.aio.UsageError as closed:  # as the channel is
-                raise lost or closed from None
+                raise attempts.broken_by or closed from None
             else:
                 self._connection.was_up = True
                 return answer
-            delay_s = attempts.delay_after(lost)
-            if delay_s is None:
-                raise lost
             await asyncio.sleep(delay_s)
 
     async def close(self) -> None:

@@ -47,9 +47,13 @@ class Attempts:
     Args:
         timeout: seconds for all calls together; None for no limit.
         connection: of the client.
+
+    Attributes:
+        broken_by: the last call's error, until another call is known to do better.
     """
 
     def __init__(self, timeout: float | None, connection: Connection) -> None:
+        self.broken_by: RequestError | None = None
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._connection = connection
         self._num_attempts = 0
@@ -59,13 +63,25 @@ class Attempts:
         """Seconds that are left."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
-    def delay_after(self, error: RequestError) -> float | None:
-        """Seconds after which to try again; None where the error stands.
+    def delay_after(self, error: RequestError) -> float:
+        """Seconds after which to try again.
+
+        Raises:
+            RequestError: the error stands.
+        """
+        self.broken_by = error
+        self._num_attempts += 1
+        delay_s = self._delay_after(error)
+        if delay_s is None:
+            raise error from None
+        return delay_s
+
+    def _delay_after(self, error: RequestError) -> float | None:
+        """None where the error stands.
 
         A call is made once more, at once: the connection may have been a dead one. And then for some seconds, if a
         server was ever there: it may be restarting, or have said when to come back.
         """
-        self._num_attempts += 1
         crossed = error.code is grpc.StatusCode.CANCELLED and not error.reason
         if error.code is not grpc.StatusCode.UNAVAILABLE and not crossed:
             return None
@@ -103,8 +119,6 @@ class Resumption(Attempts):
         # Whether anything has come, and whether the first message told the seed, without which nothing can be resumed.
         self._begun = False
         self._seed: int | None = None
-        # What broke the stream, until the call that resumes it has shown that it does.
-        self._broken_by: RequestError | None = None
 
     def request(self) -> pb.GenerateRequest:
         """What the next call sends."""
@@ -120,10 +134,10 @@ class Resumption(Attempts):
         Raises:
             RequestError: what broke the stream, since this server begins it anew: it knows of no resumption.
         """
-        if self._broken_by is not None and self._seed is not None and response.seed != self._seed:
-            raise self._broken_by
+        if self.broken_by is not None and self._seed is not None and response.seed != self._seed:
+            raise self.broken_by
         self._begun = self._connection.was_up = True
-        self._broken_by = None
+        self.broken_by = None
         if response.outputs:
             self._num_attempts = 0
         if response.HasField("seed"):
@@ -131,12 +145,9 @@ class Resumption(Attempts):
             self._request.request_id = response.request_id
         return self.transcript.add(response)
 
-    def delay_after(self, error: RequestError) -> float | None:
-        """Seconds after which to try again; None where the error stands."""
-        self._broken_by = error
+    def _delay_after(self, error: RequestError) -> float | None:
         if not self._begun:
-            return super().delay_after(error)
-        self._num_attempts += 1
+            return super()._delay_after(error)
         if self._seed is None or error.reason == _TAKEN_OVER:
             return None
         if error.code not in (*_LOST, *_NOT_YET):

@@ -93,11 +93,12 @@ class Cluster:
                 assert time.monotonic() < end
 
     def stop(self) -> None:
-        """From front to back; the routers at once, as each may wait for a while before it ends."""
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(Service.stop, self.routers.values()))
-        for service in (*self.schedulers.values(), *self.workers.values()):
-            service.stop()
+        """From front to back, all of them also where one fails; the routers at once, as each may wait for a while."""
+        with contextlib.ExitStack() as last_first:
+            for service in (*self.workers.values(), *self.schedulers.values()):
+                last_first.callback(service.stop)
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(Service.stop, self.routers.values()))
 
     def states(self) -> introspection_pb2.GetStateResponse:
         """What the first router says."""

@@ -184,7 +184,8 @@ def test_a_server_that_says_when_to_come_back_is_not_asked_before(monkeypatch):
     attempts = resumption.Attempts(None, resumption.Connection())
     assert attempts.delay_after(errors.named(unavailable("NO_SCHEDULER", "loading", 1500))) == 1.5
     hurried = resumption.Attempts(1.0, resumption.Connection())
-    assert hurried.delay_after(errors.named(unavailable("NO_SCHEDULER", "loading", 1500))) is None
+    with pytest.raises(errors.Unavailable, match="loading"):
+        hurried.delay_after(errors.named(unavailable("NO_SCHEDULER", "loading", 1500)))
 
 
 async def test_an_asynchronous_call_of_one_answer_is_made_again_too():

@@ -280,7 +280,7 @@ async def test_calls_outlast_half_a_minute_in_which_a_busy_server_begins_none():
         if not calls:
             # Not of asyncio's: they are on their way at once.
             calls.extend(method.future(b"") for _ in range(20))
-            time.sleep(32)
+            time.sleep(32)  # noqa: ASYNC251 - the loop is to stand still
         return b"answer"
 
     async with serving(answer, grpc.unary_unary_rpc_method_handler) as (_, port):
