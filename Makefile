@@ -18,6 +18,11 @@ define install
 	@$(BIN)/python -m compileall -qq -j 0 .venv/lib kernels pagewire protos router scheduler worker || true
 endef
 
+# Several targets one after the other: they install into one .venv. `test` has a make of its own for what runs side by side.
+ifeq ($(MAKELEVEL),0)
+.NOTPARALLEL:
+endif
+
 .PHONY: demo test test-services test-computations up protos docs lint format compose-test soak soak-cancel chaos fuzz test-gpu check-gpu bench-scheduler bench-kv-memory bench-gpu compare clean
 
 # The main job on a bare machine: the real model through the real three processes, once.

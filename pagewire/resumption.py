@@ -4,6 +4,7 @@ A server that dies, drains or is unreachable for a while costs a pause. Nothing 
 attempts in a row without output between, the error is the caller's.
 """
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -24,10 +25,15 @@ _LONGEST_DELAY_S = 5.0
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
 # How gRPC begins its sentence where it has not found a server at all.
 _NOBODY_THERE = ("failed to connect", "errors resolving", "DNS resolution failed")
+# What Envoy says, or gRPC of other proxies, where a call takes longer than they allow: the next one would, too.
+_OVER_A_PROXYS_LIMIT = ("upstream request timeout", "Received http2 header with status: 504")
 # Another call has resumed the stream: to take it back would go on for ever.
 _TAKEN_OVER = "TAKEN_OVER"
 # A server that has no room now, or does not know yet that the broken call is dead. They matter only to who has begun.
 _NOT_YET = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
+# Of a pause this long, in seconds, whoever waits is told.
+_TOLD_OF_S = 1.0
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -74,6 +80,8 @@ class Attempts:
         delay_s = self._delay_after(error)
         if delay_s is None:
             raise error from None
+        if delay_s >= _TOLD_OF_S:
+            log.warning("no answer (%s); trying again in %.1f s", error, delay_s)
         return delay_s
 
     def _delay_after(self, error: RequestError) -> float | None:
@@ -83,7 +91,10 @@ class Attempts:
         server was ever there: it may be restarting, or have said when to come back.
         """
         crossed = error.code is grpc.StatusCode.CANCELLED and not error.reason
-        if error.code is not grpc.StatusCode.UNAVAILABLE and not crossed:
+        not_yet_dead = error.code is grpc.StatusCode.ALREADY_EXISTS and self._num_attempts > 1  # the call before
+        if not (error.code is grpc.StatusCode.UNAVAILABLE or crossed or not_yet_dead):
+            return None
+        if str(error).startswith(_OVER_A_PROXYS_LIMIT):
             return None
         if not str(error).startswith(_NOBODY_THERE):
             self._connection.was_up = True

@@ -15,6 +15,8 @@ from cluster import Cluster, cluster, free_port
 from envoy_proxy import BINARY, Envoy, envoy, router_cluster, routes
 from fakes import TEXT
 
+from pagewire import Client
+from pagewire.errors import Unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -193,6 +195,20 @@ async def test_a_full_circuit_breaker_answers_unavailable_at_once(site):
             assert ("x-envoy-overloaded", "true") in [*info.value.initial_metadata(), *info.value.trailing_metadata()]
             for call in calls:
                 call.cancel()
+
+
+def test_our_client_asks_once_for_what_takes_longer_than_the_proxy_allows(site):
+    def hurried(config: dict) -> None:
+        for route in routes(config):
+            route["route"]["timeout"] = "0.3s"
+            route["route"].pop("max_stream_duration", None)  # which would decide instead
+
+    with envoy([*site.cluster.routers], hurried) as proxy, Client(proxy.target) as client:
+        proxy.wait_for_healthy(2)
+        assert client.generate(PROMPT, max_tokens=2).text == said(2)
+        with pytest.raises(Unavailable):
+            client.generate(PROMPT, max_tokens=5000)
+        assert proxy.stat("cluster.router.upstream_rq_timeout") == 1
 
 
 async def test_a_rolling_restart_under_load_fails_no_call_even_without_retries(site):

@@ -188,6 +188,46 @@ def test_a_server_that_says_when_to_come_back_is_not_asked_before(monkeypatch):
         hurried.delay_after(errors.named(unavailable("NO_SCHEDULER", "loading", 1500)))
 
 
+@pytest.mark.parametrize("ask", [whole, streamed])
+@pytest.mark.parametrize("said", resumption._OVER_A_PROXYS_LIMIT)
+def test_what_took_longer_than_a_proxy_allows_is_not_asked_for_again(ask, said):
+    fake = FakeGeneration()
+    fake.script = breaking([], [last(first("a"))], refusal=Refusal(grpc.StatusCode.UNAVAILABLE, "", said))
+    with serving(fake) as target, Client(target) as client, pytest.raises(errors.Unavailable, match=said):
+        ask(client)
+    assert len(fake.requests) == 1
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+def test_a_call_that_is_made_again_waits_for_the_end_of_the_one_before(ask):
+    """A server may still count it as live. Only then: an id that somebody else's request has is an error at once."""
+    fake, in_use = FakeGeneration(), Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", "r1 is live")
+    refusals = iter([LOST, in_use, in_use, None, in_use])
+
+    def script(request):
+        if (refusal := next(refusals)) is not None:
+            raise refusal
+        yield last(first("a"))
+
+    fake.script = script
+    with serving(fake) as target, Client(target) as client:
+        assert ask(client) == "a"
+        with pytest.raises(errors.AlreadyExists):
+            ask(client)
+
+
+def test_who_waits_for_long_is_told_why(monkeypatch, caplog):
+    fake = FakeGeneration()
+    fake.script = breaking([first("a")], [], [last(first("b"))])
+    with serving(fake) as target, Client(target) as client:
+        assert streamed(client) == "ab"
+        assert caplog.messages == [], "pauses of a moment are nobody's concern"
+        monkeypatch.setattr(resumption, "_TOLD_OF_S", 0.0)
+        fake.script = breaking([first("a")], [last(first("b"))])
+        assert streamed(client) == "ab"
+    assert caplog.messages == ["no answer (this router shut down); trying again in 0.0 s"]
+
+
 async def test_an_asynchronous_call_of_one_answer_is_made_again_too():
     fake = FakeGeneration()
     fake.script = breaking([], [], [last(first("a"))])
