@@ -15,26 +15,27 @@ class Deadlines:
     """
 
     def __init__(self) -> None:
+        # With the entry's number, by which those of one time come in order; of a group's entries the last one counts.
         self._heap: list[tuple[float, int, SequenceGroup]] = []
+        self._num_entries = 0
 
     @property
     def next_time(self) -> float | None:
         """The first time at which there is something to look at."""
-        while self._heap and not self._heap[0][2].live:
+        while self._heap and not _counts(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def watch(self, group: SequenceGroup, rates: Rates, num_live: int) -> None:
         """Takes in a group that has a deadline; `num_live` groups have not ended."""
         if len(self._heap) > 2 * num_live + 64:
-            self._heap = [entry for entry in self._heap if entry[-1].live]
+            self._heap = [entry for entry in self._heap if _counts(entry)]
             heapq.heapify(self._heap)
         self._push(_latest_start(group, 0, rates), group)
 
     def forget(self, group: SequenceGroup) -> None:
         """Looks at a group no more, until it is watched again."""
-        self._heap = [entry for entry in self._heap if entry[-1] is not group]
-        heapq.heapify(self._heap)
+        group.deadline_entry = 0
 
     def take_late(self, now: float, blocks: BlockManager, rates: Rates) -> list[Dropped]:
         """The groups whose deadline has passed, and those that wait and can not have their first token by it."""
@@ -54,7 +55,14 @@ class Deadlines:
         return late
 
     def _push(self, time: float, group: SequenceGroup) -> None:
-        heapq.heappush(self._heap, (time, group.number, group))
+        self._num_entries += 1
+        group.deadline_entry = self._num_entries
+        heapq.heappush(self._heap, (time, self._num_entries, group))
+
+
+def _counts(entry: tuple[float, int, SequenceGroup]) -> bool:
+    _, number, group = entry
+    return bool(group.live) and group.deadline_entry == number
 
 
 def too_late(group: SequenceGroup, num_missing: int, rates: Rates, now: float) -> Dropped | None:

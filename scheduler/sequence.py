@@ -202,6 +202,7 @@ class SequenceGroup:
         prompt_logprobs: of the prompt's tokens but the first, as far as they are computed; None like num_top_logprobs.
         num_told: how many of these are there, or come with a step in flight.
         taken_up: whether what it had output elsewhere is not all known here.
+        deadline_entry: which entry of `Deadlines` is its; 0 for none.
     """
 
     number: int
@@ -237,6 +238,7 @@ class SequenceGroup:
     prompt_logprobs: Logprobs | None = field(init=False, default=None)
     num_told: int = 0
     taken_up: bool = False
+    deadline_entry: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.tenant_weight < float("inf"):

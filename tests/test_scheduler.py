@@ -280,11 +280,12 @@ def test_a_waiting_group_is_dropped_when_its_deadline_passes_before_any_prefill_
     assert core.next_deadline is None
 
 
-@pytest.mark.parametrize("deadline", [None, 3.0, 8.0])
-def test_who_takes_a_group_over_gives_it_a_deadline_of_its_own(deadline):
+@pytest.mark.parametrize("deadlines", [[None], [3.0], [8.0], [8.0, 5.0], [None, 3.0], [3.0, None]])
+def test_who_takes_a_group_over_gives_it_a_deadline_of_its_own(deadlines):
     core = make()
     group, other = submit(core, 4, deadline=5.0), submit(core, 4, deadline=9.0)
-    core.set_deadline(group, deadline)
+    for deadline in deadlines:
+        core.set_deadline(group, deadline)
     assert core.next_deadline == min(9.0, deadline or 9.0)
     times = (2.0, 3.0, 5.0, 8.0)
     dropped = [[each.group for each in step(core, now=now)[0].dropped] for now in times]
