@@ -76,8 +76,7 @@ class SessionService:
             if self._sessions.disconnect(session, outbox):
                 live = sum(bool(ticket.group.live) for ticket in session.tickets.values())
                 log.info("router disconnected", extra={"router_id": session.router_id, "live": live})
-                timer = asyncio.get_running_loop().call_later(self._settings.lease_s, self._end_lease, session)
-                self._leases[session.router_id] = timer
+                self._begin_lease(session)
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -232,7 +231,10 @@ class SessionService:
         same = wanted == (unpack(submit.prompt_token_ids), submit.sampling, submit.n, submit.max_tokens)
         if same and not group.taken_up and not submit.HasField("continuation"):
             self._core().set_deadline(group, _deadline(submit, time.monotonic()))
+            lost = ticket.session
             self._sessions.adopt(ticket, session, submit.handle)
+            if lost.router_id in self._leases:
+                self._begin_lease(lost)  # its clients come one by one, and of thousands the last one late
             return ticket
         self._core().abort(group)
         self._sessions.reject(ticket, taken_over(), time.monotonic())
@@ -279,6 +281,13 @@ class SessionService:
             if finished is not None:
                 self._loop.deliver_finished([finished])
                 self._loop.wake()
+
+    def _begin_lease(self, session: RouterSession) -> None:
+        """From now on, also where it had begun."""
+        if lease := self._leases.pop(session.router_id, None):
+            lease.cancel()
+        loop = asyncio.get_running_loop()
+        self._leases[session.router_id] = loop.call_later(self._settings.lease_s, self._end_lease, session)
 
     def _end_lease(self, session: RouterSession) -> None:
         self._leases.pop(session.router_id, None)

@@ -72,9 +72,9 @@ async def plane_and_router(worker: FakeWorker, **options):
 
 
 @contextlib.asynccontextmanager
-async def plane_and_two_routers(worker: FakeWorker):
+async def plane_and_two_routers(worker: FakeWorker, **options):
     """Both with open sessions."""
-    async with plane_and_router(worker) as (plane, router), dial(plane.scheduler_address) as channel:
+    async with plane_and_router(worker, **options) as (plane, router), dial(plane.scheduler_address) as channel:
         other = HandRouter(channel, "other")
         for each in (router, other):
             await each.open()
@@ -164,6 +164,33 @@ async def test_a_call_that_knows_the_seed_takes_a_live_request_over_and_is_told_
         assert (await router.next("rejected")).rejected.reason == "TAKEN_OVER"
         worker.gate.set()
         assert await other.tokens(150) == [scripted(0, index) for index in range(150)]
+
+
+async def test_a_lease_begins_anew_with_each_request_that_is_taken_over(monkeypatch):
+    leases, lease_s = [], 4321.0
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+
+    def noted(delay, *rest, **options):
+        timer = call_later(delay, *rest, **options)
+        if delay == lease_s:
+            leases.append(timer)
+        return timer
+
+    monkeypatch.setattr(loop, "call_later", noted)
+    worker = FakeWorker()
+    async with plane_and_two_routers(worker, lease_s=lease_s) as (_, router, other):
+        worker.gate.clear()
+        for handle in range(3):
+            await router.submit(handle, f"r{handle}", max_tokens=150)
+            await router.next("accepted")
+        router.call.cancel()
+        while not leases:
+            await asyncio.sleep(0)
+        for num_taken_over in (1, 2):
+            await other.submit(num_taken_over, f"r{num_taken_over}", max_tokens=150, adopt=True)
+            await other.next("accepted")
+            assert [lease.cancelled() for lease in leases] == [True] * num_taken_over + [False]
 
 
 async def test_what_went_on_from_elsewhere_is_computed_anew_for_who_takes_it_over():
