@@ -191,6 +191,7 @@ async def test_a_lease_begins_anew_with_each_request_that_is_taken_over(monkeypa
             await other.submit(num_taken_over, f"r{num_taken_over}", max_tokens=150, adopt=True)
             await other.next("accepted")
             assert [lease.cancelled() for lease in leases] == [True] * num_taken_over + [False]
+        worker.gate.set()
 
 
 async def test_what_went_on_from_elsewhere_is_computed_anew_for_who_takes_it_over():
