@@ -86,19 +86,21 @@ class Stream:
         return self
 
     def __next__(self) -> Delta:
-        while not self._pending:
-            if self._closed.is_set():
-                raise StopIteration
+        while not self._closed.is_set():
+            if self._pending:
+                return self._pending.popleft()
             try:
                 response = next(self._call)
             except grpc.RpcError as error:
                 self._resume(from_rpc_error(error))
             else:
                 self._pending.extend(self._resumption.add(response))
-        return self._pending.popleft()
+        raise StopIteration
 
     def _resume(self, error: RequestError) -> None:
-        if self._closed.is_set():  # meanwhile, by another thread
+        if self._resumption.is_over_after(error):
+            self._closed.set()
+        if self._closed.is_set():  # or meanwhile, by another thread
             return
         if self._closed.wait(self._resumption.delay_after(error)):
             return
@@ -149,21 +151,23 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Delta:
-        while not self._pending:
-            if self._closed:
-                raise StopAsyncIteration
+        while not self._closed:
+            if self._pending:
+                return self._pending.popleft()
             try:
                 response = await _answer(self._call.read())
             except RequestError as error:
                 await self._resume(error)
                 continue
             if response is _END:
-                raise StopAsyncIteration
+                break
             self._pending.extend(self._resumption.add(response))
-        return self._pending.popleft()
+        raise StopAsyncIteration
 
     async def _resume(self, error: RequestError) -> None:
-        if self._closed:  # meanwhile, by another task
+        if self._resumption.is_over_after(error):
+            self._closed = True
+        if self._closed:  # or meanwhile, by another task
             return
         await asyncio.sleep(self._resumption.delay_after(error))
         if self._closed:
@@ -211,7 +215,8 @@ class Client:
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
         """The same answer as it is made. Errors of the request come with the first delta."""
         request, start = generate_request(prompt, options), partial(self._stub.Generate, metadata=self._metadata)
-        return Stream(start, start(request, timeout=timeout), Resumption(request, timeout, self._connection))
+        resumption = Resumption(request, timeout, self._connection)
+        return Stream(start, start(request, timeout=resumption.timeout), resumption)
 
     def chat(
         self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
@@ -292,7 +297,8 @@ class AsyncClient:
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
         """The same answer as it is made. Errors of the request come with the first delta."""
         request, start = generate_request(prompt, options), partial(self._stub.Generate, metadata=self._metadata)
-        return AsyncStream(start, start(request, timeout=timeout), Resumption(request, timeout, self._connection))
+        resumption = Resumption(request, timeout, self._connection)
+        return AsyncStream(start, start(request, timeout=resumption.timeout), resumption)
 
     async def chat(
         self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]

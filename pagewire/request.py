@@ -177,9 +177,10 @@ def _set_option(request: pb.GenerateRequest, option: str, value: Any) -> None:
     if option == "stop" and isinstance(value, str):
         value = [value]
     elif option == "early_stopping":
-        if value not in _EARLY_STOPPING:
-            raise invalid(path, "must be True, False or 'never'")
-        value = _EARLY_STOPPING[value]
+        try:
+            value = _EARLY_STOPPING[value]
+        except (KeyError, TypeError) as error:  # the latter of what has no hash
+            raise invalid(path, "must be True, False or 'never'") from error
     _assign(getattr(request, parts[0]) if parts else request, field, value, path)
 
 

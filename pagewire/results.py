@@ -170,6 +170,11 @@ class Transcript:
             self._timings = _timings(response.timings)
         return deltas
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last message has come: only that one carries the usage."""
+        return self._usage is not None
+
     def received(self) -> list[pb.Received]:
         """What has come of each sequence, for a server that goes on behind it."""
         return [sequence.received(index) for index, sequence in sorted(self._sequences.items())]

@@ -33,6 +33,9 @@ _TAKEN_OVER = "TAKEN_OVER"
 _NOT_YET = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
 # Of a pause this long, in seconds, whoever waits is told.
 _TOLD_OF_S = 1.0
+# A timeout of so many seconds, some thirty years, is none: gRPC counts nanoseconds in 64 bits, and takes one that does
+# not fit for passed.
+_ENDLESS_S = 1e9
 log = logging.getLogger(__name__)
 
 
@@ -60,7 +63,7 @@ class Attempts:
 
     def __init__(self, timeout: float | None, connection: Connection) -> None:
         self.broken_by: RequestError | None = None
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._deadline = None if timeout is None or timeout >= _ENDLESS_S else time.monotonic() + timeout
         self._connection = connection
         self._num_attempts = 0
 
@@ -155,6 +158,10 @@ class Resumption(Attempts):
             self._seed = response.seed
             self._request.request_id = response.request_id
         return self.transcript.add(response)
+
+    def is_over_after(self, error: RequestError) -> bool:
+        """Whether the answer is whole, so that a call which breaks leaves nothing to resume."""
+        return self.transcript.is_whole and error.code in _LOST
 
     def _delay_after(self, error: RequestError) -> float | None:
         if not self._begun:

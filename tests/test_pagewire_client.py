@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import get_type_hints
 
@@ -97,6 +98,7 @@ def test_a_misspelt_option_is_refused():
         ("Hi", {"seed": -1}, "sampling.seed"),
         ("Hi", {"stop": [1]}, "stop.strings"),
         ("Hi", {"early_stopping": "soon"}, "sampling.early_stopping"),
+        ("Hi", {"early_stopping": []}, "sampling.early_stopping"),
         ([1, -1], {}, "token_ids.ids"),
         ([{"role": "user", "text": "Hi"}], {}, "chat.messages[0]"),
         ([{"role": "user"}], {}, "chat.messages[0]"),
@@ -243,6 +245,17 @@ def test_a_passed_deadline_is_named(client, fake):
     assert 0 < fake.timeouts_s[0] <= 0.6
 
 
+@pytest.mark.parametrize("timeout", [1e10, 1e12, math.inf])
+async def test_a_timeout_that_grpc_cannot_count_is_no_limit(target, client, timeout):
+    assert client.generate("Hi", timeout=timeout).text == "Hello, world"
+    assert next(client.stream("Hi", timeout=timeout)).text == "Hel"
+    assert client.model(timeout=timeout).model == "fake"
+    async with AsyncClient(target) as asynchronous:
+        assert (await asynchronous.generate("Hi", timeout=timeout)).text == "Hello, world"
+        assert (await anext(asynchronous.stream("Hi", timeout=timeout))).text == "Hel"
+        assert (await asynchronous.model(timeout=timeout)).model == "fake"
+
+
 def test_a_message_over_grpcs_size_limit_is_not_a_full_queue(client):
     with pytest.raises(errors.InvalidRequest, match="larger than max"):
         client.generate("x" * (17 << 20))
@@ -280,6 +293,19 @@ def test_closing_a_stream_ends_the_thread_that_reads_it(client, fake):
         rest = pool.submit(list, stream)
         stream.close()
         assert rest.result(WAIT_S) == []
+
+
+async def test_a_closed_stream_does_not_give_the_rest_of_its_message_either(target, client, fake):
+    fake.script = lambda request: [pb.GenerateResponse(outputs=[pb.Output(text="a"), pb.Output(index=1, text="b")])]
+    stream = client.stream("Hi", n=2)
+    assert next(stream).text == "a"
+    stream.close()
+    assert list(stream) == []
+    async with AsyncClient(target) as asynchronous:
+        same = asynchronous.stream("Hi", n=2)
+        assert (await anext(same)).text == "a"
+        await same.aclose()
+        assert await _all_of(same) == []
 
 
 def test_a_finished_stream_is_not_cancelled(client, fake):

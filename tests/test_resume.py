@@ -72,6 +72,27 @@ async def test_an_asynchronous_stream_is_resumed_too():
     assert 0 < fake.timeouts_s[1] < fake.timeouts_s[0] + 0.1
 
 
+ENDED = first("a", finish_reason=pb.FINISH_REASON_STOP)
+WHOLE = last(first("a", finish_reason=pb.FINISH_REASON_STOP))
+THE_REST = last(pb.GenerateResponse(request_id="r1", seed=ENDED.seed))
+
+
+@pytest.mark.parametrize("parts", [[[WHOLE]], [[ENDED], [THE_REST]]], ids=["at once", "resumed"])
+async def test_a_stream_is_resumed_until_its_last_message_has_come_and_not_behind_it(parts):
+    fake = FakeGeneration()
+    with serving(fake) as target, Client(target) as client:
+        fake.script = breaking(*parts, [last(first("again"))])
+        stream = client.stream("Hi")
+        assert [piece.text for piece in stream] == ["a"]
+        assert stream.completion.usage is not None
+        async with AsyncClient(target) as asynchronous:
+            fake.script = breaking(*parts, [last(first("again"))])
+            same = asynchronous.stream("Hi")
+            assert [piece.text async for piece in same] == ["a"]
+            assert same.completion == stream.completion
+    assert len(fake.requests) == 2 * len(parts)
+
+
 def test_a_stream_that_never_comes_further_is_given_up():
     fake = FakeGeneration()
     fake.script = breaking([first("a")], *[[] for _ in range(20)])
