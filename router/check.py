@@ -306,7 +306,8 @@ def _check_prompt(request: pb.GenerateRequest, model: ServedModel, max_token_byt
 
 
 def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: _Violations) -> None:
-    fewest, widest = min(max(1, sampling.n), model.max_n), model.max_beam_width
+    n, widest = sampling.n if sampling.HasField("n") else 1, model.max_beam_width
+    fewest, of_n = (n, " (n)") if 1 <= n <= model.max_n else (1, "")
     ranges: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         ("temperature", lambda value: 0 <= value <= 100, "must be in [0, 100]; 0 is greedy"),
         ("top_p", lambda value: 0 < value <= 1, "must be in (0, 1]; 1 keeps all tokens"),
@@ -318,7 +319,7 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: _Vio
         ("frequency_penalty", lambda value: -2 <= value <= 2, "must be in [-2, 2]"),
         ("length_penalty", lambda value: -10 <= value <= 10, "must be in [-10, 10]"),
         ("n", lambda value: 1 <= value <= model.max_n, f"must be in 1 .. {model.max_n}"),
-        ("best_of", lambda value: fewest <= value <= model.max_n, f"must be in {fewest} (n) .. {model.max_n}"),
+        ("best_of", lambda value: fewest <= value <= model.max_n, f"must be in {fewest}{of_n} .. {model.max_n}"),
         ("beam_width", lambda value: 0 <= value <= widest, f"must be in 0 (no beam search) .. {widest}"),
     )
     for name, holds, description in ranges:

@@ -10,18 +10,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from protos import session_pb2
 from protos.pagewire.v1 import generation_pb2 as pb
-from protos.pagewire.v1 import introspection_pb2
+from router.introspection import REQUEST_STATUS
 from router.live_request import LiveRequest
 from router.schedulers import Schedulers
 
 _LOOKS = 4
-_STATUS: dict[int, introspection_pb2.RequestStatus] = {
-    session_pb2.STATUS_WAITING: introspection_pb2.REQUEST_STATUS_WAITING,
-    session_pb2.STATUS_RUNNING: introspection_pb2.REQUEST_STATUS_RUNNING,
-    session_pb2.STATUS_SWAPPED: introspection_pb2.REQUEST_STATUS_SWAPPED,
-}
 
 
 @dataclass(slots=True)
@@ -73,7 +67,7 @@ class Heartbeats:
         places = await self._schedulers.locate([stream.live.handle for stream in silent])
         for stream, (status, position) in zip(silent, places, strict=True):
             if stream.live.num_taken == stream.num_taken:
-                heartbeat = pb.Heartbeat(status=_STATUS.get(status), waited_ms=stream.live.total_ms)
+                heartbeat = pb.Heartbeat(status=REQUEST_STATUS.get(status), waited_ms=stream.live.total_ms)
                 if position >= 0:
                     heartbeat.queue_position = position
                 stream.live.beat(heartbeat)

@@ -25,7 +25,8 @@ from router.tenants import Tenants
 MAX_WATCHES = 16
 _MIN_INTERVAL_MS, _DEFAULT_INTERVAL_MS, _MAX_INTERVAL_MS = 10, 1000, 3_600_000
 
-_STATUS = {
+# What a scheduler says of a request, in the words of the public API.
+REQUEST_STATUS: dict[int, pb.RequestStatus] = {
     session_pb2.STATUS_WAITING: pb.REQUEST_STATUS_WAITING,
     session_pb2.STATUS_RUNNING: pb.REQUEST_STATUS_RUNNING,
     session_pb2.STATUS_SWAPPED: pb.REQUEST_STATUS_SWAPPED,
@@ -194,7 +195,7 @@ def _add(whole: Message, part: Message) -> None:
 def _explanation(facts: session_pb2.ExplainResponse) -> pb.ExplainRequestResponse:
     queued = facts.status in (session_pb2.STATUS_WAITING, session_pb2.STATUS_SWAPPED)
     return pb.ExplainRequestResponse(
-        status=_STATUS.get(facts.status, pb.REQUEST_STATUS_UNSPECIFIED),
+        status=REQUEST_STATUS.get(facts.status, pb.REQUEST_STATUS_UNSPECIFIED),
         reason=_REASON.get(facts.reason, pb.WAIT_REASON_UNSPECIFIED),
         message=facts.message,
         queue_position=facts.queue_position if queued else None,

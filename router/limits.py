@@ -21,7 +21,8 @@ _FIRST_DURATION_S = 1.0
 _LONGEST_DELAY_S = 60.0
 # Weight of the newest request in the mean of durations.
 _NEWEST = 0.2
-# With more accounts than that, those that tell nothing any more are looked for before another is opened.
+# With as many accounts, or twice as many as the last look left, those that tell nothing any more are looked for before
+# another is opened: so what a look takes does not add up when none does.
 _MANY_ACCOUNTS = 1024
 
 
@@ -57,16 +58,11 @@ class _Account:
 
 @dataclass(slots=True, eq=False)
 class Permit:
-    """One request of a tenant, from `TenantLimits.enter` to `leave` or `cancel`.
-
-    Attributes:
-        num_charged_tokens: of its output, to the call that had it before.
-    """
+    """One request of a tenant, from `TenantLimits.enter` to `leave` or `cancel`."""
 
     account: _Account
     since: float
     num_prompt_tokens: int = 0
-    num_charged_tokens: int = 0
 
 
 class TenantLimits:
@@ -75,16 +71,17 @@ class TenantLimits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
+        self._look_at = _MANY_ACCOUNTS
 
-    def enter(self, tenant: Tenant) -> Permit:
-        """Lets one more request of a tenant in.
+    def enter(self, tenant: Tenant, *, instead: bool = False) -> Permit:
+        """Lets one more request of a tenant in, or one `instead` of another that is about to leave.
 
         Raises:
             Refusal: RESOURCE_EXHAUSTED: it has as many as it may.
         """
         now = self._clock()
         account = self._account(tenant, now)
-        if tenant.max_requests is not None and account.num_live >= tenant.max_requests:
+        if tenant.max_requests is not None and account.num_live >= tenant.max_requests + instead:
             message = (
                 f"{_named(tenant)} has {account.num_live} live requests at this router, of at most "
                 f"{tenant.max_requests}; retry when one has ended"
@@ -121,7 +118,7 @@ class TenantLimits:
         account, now = permit.account, self._clock()
         account.num_live -= 1
         account.refill(now)
-        account.level -= max(0, num_output_tokens - permit.num_charged_tokens)
+        account.level -= num_output_tokens
         account.mean_s += _NEWEST * (now - permit.since - account.mean_s)
 
     def cancel(self, permit: Permit) -> None:
@@ -132,7 +129,7 @@ class TenantLimits:
     def _account(self, tenant: Tenant, now: float) -> _Account:
         account = self._accounts.get(tenant.name)
         if account is None:
-            if len(self._accounts) >= _MANY_ACCOUNTS:
+            if len(self._accounts) >= self._look_at:
                 self._forget_idle(now)
             account = self._accounts[tenant.name] = _Account(tenant, tenant.tokens_per_minute or math.inf, now)
         account.tenant = tenant
@@ -143,6 +140,7 @@ class TenantLimits:
         for account in self._accounts.values():
             account.refill(now)
         self._accounts = {name: account for name, account in self._accounts.items() if not account.idle}
+        self._look_at = max(_MANY_ACCOUNTS, 2 * len(self._accounts))
 
 
 def _named(tenant: Tenant) -> str:

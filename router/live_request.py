@@ -10,6 +10,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 import grpc
 
@@ -198,6 +199,7 @@ class LiveRequest:
         deadline: when its client stops waiting, by time.monotonic; None for never.
         stats: what the scheduler told with the end of a sequence; None before the first.
         accepted: whether a scheduler has taken it.
+        num_charged_tokens: of its output, to the tenant for the calls that had it before.
     """
 
     def __init__(
@@ -223,6 +225,7 @@ class LiveRequest:
         self.stats: session_pb2.RequestStats | None = None
         self.trace = trace
         self.accepted = False
+        self.num_charged_tokens = 0
         # The lives of schedulers that were lost without a token between, and how many tokens there were then.
         self._lost: set[tuple[str, int]] = set()
         self._num_tokens_when_lost = 0
@@ -254,8 +257,8 @@ class LiveRequest:
 
     @property
     def finish_reasons(self) -> list[pb.FinishReason]:
-        """Why its sequences ended, by index; of those that have not, unspecified."""
-        return [stream.finish_reason for stream in self.streams]
+        """Why the outputs ended, in the client's order; of those that have not, unspecified."""
+        return [stream.finish_reason for stream in self._answered()]
 
     @property
     def has_told(self) -> bool:
@@ -335,6 +338,10 @@ class LiveRequest:
             self._lost.clear()
         self._lost.add(life)
         return len(self._lost)
+
+    def spare(self, lives: AbstractSet[tuple[str, int]]) -> None:
+        """These schedulers live on: they were out of reach, and nothing has killed them."""
+        self._lost -= lives
 
     def rename(self) -> bool:
         """Takes another id, since this one is in use elsewhere; False where its client brought it, or was told it."""

@@ -329,7 +329,7 @@ class SchedulerLink:
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:
         log.info("scheduler connected", extra={"model": welcome.model.model, "epoch": welcome.scheduler_epoch})
-        last_life, self.welcome = self.life, welcome
+        last_life, last_welcome, self.welcome = self.life, self.welcome, welcome
         self.connected = True
         went_in_order, self.draining = self.draining, False
         self._absence.end()
@@ -338,9 +338,13 @@ class SchedulerLink:
         for handle in self._resumed - self._live.keys():  # their clients left between Hello and Welcome
             self._send(pb.SessionRequest(cancel=pb.Cancel(handle=handle)))
         unknown = set(unpack(welcome.unknown_handles))
+        is_other = last_welcome is not None and model_of(last_welcome) != model_of(welcome)
         for live in self.live:
-            if not self.accepted:
+            if not self.accepted:  # others have the model, and may go on
                 live.fail(lost(live, "its scheduler came back with another model"))
+            elif is_other:
+                message = f"the request is lost: {welcome.model.model!r} is served now, which would say something else"
+                live.fail(Refusal(grpc.StatusCode.FAILED_PRECONDITION, "MODEL_CHANGED", message))
             elif live.handle in unknown:
                 self._on_lost(live, last_life, in_order=went_in_order)
             else:
@@ -382,6 +386,12 @@ class SchedulerLink:
 
 def _no_answer(error: grpc.aio.AioRpcError) -> Refusal:
     return unavailable("NO_SCHEDULER", f"the scheduler does not answer: {error.details()}")
+
+
+def model_of(welcome: pb.Welcome) -> tuple[str, int, int, str, str]:
+    """What must be equal where requests may go from one scheduler to another."""
+    model = welcome.model
+    return model.model, model.context_length, model.vocabulary_size, model.dtype, model.quantization
 
 
 def lost(live: LiveRequest, why: str) -> Refusal:

@@ -22,7 +22,7 @@ from protos.tls import TlsError
 from router.balance import choose, prefix_key
 from router.config import RouterSettings
 from router.live_request import LiveRequest, OutputStream
-from router.scheduler_link import SchedulerLink, give_up
+from router.scheduler_link import SchedulerLink, give_up, model_of
 
 _DNS = "dns:///"
 # How often a name's addresses are looked up.
@@ -277,6 +277,10 @@ class Schedulers:
         accepted = [link for link in self._links.values() if link.accepted]
         serving = [link for link in accepted if link.serving]
         self._takers = serving or [link for link in accepted if link.connected and not link.draining]
+        alive = {link.life for link in self._links.values() if link.connected and not link.stalled}
+        for link in self._links.values():
+            for live in link.live:
+                live.spare(alive)
         if serving:
             for link in self._links.values():
                 if link.gone:
@@ -297,7 +301,7 @@ class Schedulers:
         """
         # Those first who are there.
         known = sorted((link for link in self._links.values() if link.welcome), key=lambda link: not link.connected)
-        models = {link: _model(link.welcome) for link in known if link.welcome}
+        models = {link: model_of(link.welcome) for link in known if link.welcome}
         if not models:
             return
         if self._model not in models.values():
@@ -325,12 +329,6 @@ def load_of(links: Sequence[SchedulerLink]) -> pb.Load:
         num_swapped=sum(link.load.num_swapped for link in links),
         kv_usage=used / max(1, sum(blocks)),
     )
-
-
-def _model(welcome: pb.Welcome) -> tuple[str, int, int, str, str]:
-    """What must be equal where requests may go from one scheduler to another."""
-    model = welcome.model
-    return model.model, model.context_length, model.vocabulary_size, model.dtype, model.quantization
 
 
 def _size(welcome: pb.Welcome) -> tuple[int, int]:

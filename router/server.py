@@ -191,10 +191,11 @@ class GenerationService:
         if scoped_id in self._live and not _resumes(request, held):
             message = f"request_id: {request_id!r} is in use by a live request; send another or none"
             raise Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
-        if len(self._live) >= self._settings.max_live_requests:
+        takes_over = held is not None  # and is one request with it
+        if len(self._live) >= self._settings.max_live_requests + takes_over:
             message = f"this router answers {len(self._live)} requests already; retry, or use another"
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS", message, retry_delay_ms=1000)
-        permit = self._tenant_limits.enter(tenant)
+        permit = self._tenant_limits.enter(tenant, instead=takes_over)
         self._live.setdefault(scoped_id)
         try:
             begin = time.monotonic()
@@ -204,7 +205,8 @@ class GenerationService:
             checked = resolve(request, request_id, prompt_token_ids, echo, model, whole=whole)
             checked = self._of_tenant(checked, tenant)
             holder = await self._schedulers.who_has(scoped_id) if checked.resume is not None else None
-            if held is None and holder is None:  # else it is computed already
+            is_paid = held is not None and _computed(checked) == _computed(held.request)
+            if not is_paid:
                 self._tenant_limits.charge_prompt(permit, len(prompt_token_ids))
             handle = self._schedulers.new_handle()
             live = LiveRequest(
@@ -225,7 +227,8 @@ class GenerationService:
             raise
         if held is not None:  # its call's connection is dead; the scheduler has already given the request to this one
             held.fail(taken_over())
-            permit.num_charged_tokens = held.num_tokens
+            if is_paid:
+                live.num_charged_tokens = max(held.num_tokens, held.num_charged_tokens)
         call.live = self._live[scoped_id] = live
         return live, permit
 
@@ -236,7 +239,7 @@ class GenerationService:
         if isinstance(error, Refusal) and error.code in _TURNED_AWAY and live.num_tokens == 0:
             self._tenant_limits.cancel(permit)
         else:
-            self._tenant_limits.leave(permit, live.num_tokens)
+            self._tenant_limits.leave(permit, max(0, live.num_tokens - live.num_charged_tokens))
         self._schedulers.release(live)
 
     def _new_id(self, tenant: Tenant, header_id: str) -> str:
@@ -346,6 +349,11 @@ class _Admission:
 def _resumes(request: pb.GenerateRequest, held: LiveRequest | None) -> bool:
     """Whether a request goes on with one that another call has; nobody but who began that knows its seed."""
     return held is not None and request.HasField("resume") and held.request.sampling.seed == request.resume.seed
+
+
+def _computed(request: CheckedRequest) -> tuple[object, ...]:
+    """What has to be equal, or the scheduler does not go on with one request for another call (`_adopt`)."""
+    return request.prompt_token_ids, request.sampling, request.num_sequences, request.max_tokens
 
 
 def _suffixed(header_id: str) -> str:

@@ -179,9 +179,10 @@ def why_never(group: SequenceGroup, blocks: BlockManager) -> str:
 
 
 def why_no_more(group: SequenceGroup, sequence: Sequence, blocks: BlockManager) -> str:
-    """Why a sequence ends that had more tokens, in another pool, than it may have in this one; for the client."""
+    """Why a sequence ends before it has as many tokens as are wanted of it; for the client."""
+    several = group.n > 1 or group.beam is not None
     return (
-        f"{len(sequence.output_token_ids)} tokens of output are all that the {blocks.num_blocks} KV blocks of "
-        f"{blocks.block_size} tokens that there are have room for: {group.num_seqs} x (a prompt of "
-        f"{group.num_prompt_tokens} tokens and {group.max_tokens} tokens of output)"
+        f"{len(sequence.output_token_ids)} tokens of output are all that there is room for in the {blocks.num_blocks} "
+        f"KV blocks of {blocks.block_size} tokens that there are, behind a prompt of {group.num_prompt_tokens} tokens"
+        f"{' and beside its other sequences' if several else ''}"
     )

@@ -49,6 +49,8 @@ from scheduler.waiting_queue import WaitingQueue
 PROMPT_TOKEN, OUTPUT_TOKEN = 1.0, 2.0
 # Tenants whose counters are remembered though nothing of them is live: else each request could be a new beginning.
 _MAX_AWAY = 1024
+# Weights are added up as whole numbers of the least float: the sum stays exact, however often it changes.
+_PARTS = 2**1074
 
 
 class _Tenant:
@@ -82,6 +84,8 @@ class FairQueue:
         self.outflow = Outflow()
         self.clock = 0.0
         self._num_waiting = 0
+        # Weights of the tenants for which something waits.
+        self._weight_parts = 0
         self._tenants: dict[str, _Tenant] = {}
         # Counters ahead of the clock of those that have no live groups, who left first first.
         self._away: dict[str, float] = {}
@@ -101,6 +105,8 @@ class FairQueue:
         tenant = self._tenants.get(group.tenant)
         if tenant is None:
             tenant = self._tenants[group.tenant] = _Tenant(self._away.pop(group.tenant, 0.0))
+        if tenant.waiting:
+            self._weight_parts += _parts(group.tenant_weight) - _parts(tenant.weight)
         tenant.weight = group.tenant_weight
         tenant.num_live += 1
         self.num_entered += 1
@@ -112,6 +118,7 @@ class FairQueue:
         tenant = self._tenants[group.tenant]
         if not tenant.waiting:
             tenant.counter = max(tenant.counter, self.clock)
+            self._weight_parts += _parts(tenant.weight)
         tenant.waiting.push(group)
         self._num_waiting += 1
         self.num_tokens += group.num_prompt_tokens
@@ -133,8 +140,10 @@ class FairQueue:
         tenant.waiting.remove(group)
         self._num_waiting -= 1
         self.num_tokens -= group.num_prompt_tokens
-        if tenant is self._turn and not tenant.waiting:
-            self._turn = None
+        if not tenant.waiting:
+            self._weight_parts -= _parts(tenant.weight)
+            if tenant is self._turn:
+                self._turn = None
 
     def admit(self, group: SequenceGroup, num_tokens: int) -> None:
         """Lets a group go that comes in; its tenant pays for `num_tokens` of its prompt, and has had its turn."""
@@ -170,9 +179,8 @@ class FairQueue:
         return len(self._tenants[name].waiting) if name in self._tenants else 0
 
     def share_of(self, name: str) -> float:
-        """What a tenant, of which something waits, gets of the service while the others wait; looks at all of them."""
-        total = sum(tenant.weight for tenant in self._tenants.values() if tenant.waiting)
-        return self._tenants[name].weight / total
+        """What a tenant, of which something waits, gets of the service while the others wait."""
+        return _parts(self._tenants[name].weight) / self._weight_parts
 
     def order(self) -> list[SequenceGroup]:
         """All groups as they would go if none came, and their prompts alone were charged; looks at all of them."""
@@ -192,6 +200,7 @@ class FairQueue:
         assert num_live == {name: tenant.num_live for name, tenant in self._tenants.items()}
         waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
         assert self._num_waiting == sum(len(tenant.waiting) for tenant in waiting)
+        assert self._weight_parts == sum(_parts(tenant.weight) for tenant in waiting)
         in_heap = [tenant for *_, tenant in self._heap]
         assert all(tenant.in_heap and in_heap.count(tenant) == 1 for tenant in waiting), "a tenant has no turn"
         assert all(counter <= tenant.counter for counter, _, tenant in self._heap), "a counter went down"
@@ -218,3 +227,8 @@ class FairQueue:
                 self.clock = max(self.clock, counter)
                 return tenant
         return None
+
+
+def _parts(weight: float) -> int:
+    numerator, denominator = weight.as_integer_ratio()
+    return numerator * (_PARTS // denominator)

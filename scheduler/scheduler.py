@@ -216,7 +216,7 @@ class Scheduler:
     ) -> Preemption:
         self.num_preemptions += 1
         group.num_preemptions += 1
-        group.preempted_by = by.request_id if by is not None else ""
+        group.preempted_by = by.request_id if by is not None and by is not group else ""
         group.preemption_reason = reason
         group.returns_after = self.in_flight.last
         if mode is PreemptionMode.SWAP:

@@ -248,7 +248,7 @@ class Sessions:
     def find_all(self, router_id: str, handles: "array[int]") -> list[SequenceGroup | None]:
         """A router's requests by their handles; None for those that are not live."""
         session = self._sessions.get(router_id)
-        tickets = [session.tickets.get(handle) for handle in handles] if session is not None else [None] * len(handles)
+        tickets = map((session.tickets if session is not None else {}).get, handles)
         return [ticket.group if ticket is not None and ticket.group.live else None for ticket in tickets]
 
     def adopt(self, ticket: Ticket, session: RouterSession, handle: int) -> None:

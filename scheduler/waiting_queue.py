@@ -30,14 +30,9 @@ from scheduler.sequence import SequenceGroup
 
 
 class WaitingQueue:
-    """Groups that wait for blocks, by rank. A preempted one comes back to its old place.
-
-    Attributes:
-        num_tokens: prompt tokens of all of them.
-    """
+    """Groups that wait for blocks, by rank. A preempted one comes back to its old place."""
 
     def __init__(self) -> None:
-        self.num_tokens = 0
         self._members: dict[int, SequenceGroup] = {}
         # Groups that have left stay in the heap until they surface, or outnumber the others.
         self._heap: list[tuple[tuple[float, int], SequenceGroup]] = []
@@ -51,7 +46,6 @@ class WaitingQueue:
     def push(self, group: SequenceGroup) -> None:
         """Takes a group in at its place."""
         self._members[group.number] = group
-        self.num_tokens += group.num_prompt_tokens
         if len(self._heap) > 2 * len(self._members) + 64:
             self._heap = [(member.rank, member) for member in self._members.values() if member is not group]
             heapq.heapify(self._heap)
@@ -66,7 +60,6 @@ class WaitingQueue:
     def remove(self, group: SequenceGroup) -> None:
         """Lets a group go, from wherever it stands."""
         del self._members[group.number]
-        self.num_tokens -= group.num_prompt_tokens
         if not self._members:
             self._heap.clear()
         elif self._heap[0][1] is group:

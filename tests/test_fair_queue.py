@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from scheduler_by_hand import make, step, submit
 from scheduler_model import run
 
+from scheduler.admission import QueueFull
 from scheduler.explain import explain
 from scheduler.fair_queue import OUTPUT_TOKEN, PROMPT_TOKEN
 from scheduler.policy import PreemptionMode
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup
+from scheduler.waiting_queue import WaitingQueue
 
 
 class Service:
@@ -201,6 +203,41 @@ def test_a_weight_has_to_be_over_zero():
     for weight in (0, -1, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="tenant_weight"):
             submit(make(), 2, tenant_weight=weight)
+
+
+def test_a_share_is_of_the_weights_of_those_that_wait_as_they_are_now():
+    core = make()
+    waiting = core.queues.waiting
+    own = submit(core, 4, tenant="a", tenant_weight=0.1)
+    heavy = submit(core, 4, tenant="b", tenant_weight=1e30)
+    assert waiting.share_of("a") == pytest.approx(1e-31)
+    core.abort(heavy)
+    core.check()
+    assert waiting.share_of("a") == 1, "nothing of a small weight was lost beside a large one"
+    submit(core, 4, tenant="c", tenant_weight=0.3)
+    assert waiting.share_of("a") == pytest.approx(1 / 4)
+    submit(core, 4, tenant="a", tenant_weight=0.6)
+    core.check()
+    assert waiting.share_of("a") == pytest.approx(2 / 3)
+    core.abort(own)
+    assert waiting.share_of("a") == pytest.approx(2 / 3)
+
+
+def test_a_refusal_looks_at_no_more_tenants_however_many_wait(monkeypatch):
+    core = make(max_waiting_requests=1000, max_waiting_requests_per_tenant=1)
+    for number in range(100):
+        submit(core, 4, tenant=f"t{number}")
+    num_looks, length = 0, WaitingQueue.__len__
+
+    def look(queue: WaitingQueue) -> int:
+        nonlocal num_looks
+        num_looks += 1
+        return length(queue)
+
+    monkeypatch.setattr(WaitingQueue, "__len__", look)
+    with pytest.raises(QueueFull):
+        submit(core, 4, tenant="t0")
+    assert num_looks < 5
 
 
 def test_a_position_counts_in_the_order_in_which_tenants_take_turns():

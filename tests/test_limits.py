@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from protos.errors import Refusal
-from router.limits import TenantLimits
+from router.limits import TenantLimits, _Account
 from router.tenants import Tenant
 
 
@@ -46,15 +46,6 @@ def test_the_delay_for_one_more_request_is_what_requests_have_taken_over_how_man
     with pytest.raises(Refusal) as info:
         limits.enter(acme)
     assert info.value.retry_delay_ms == pytest.approx(2000, abs=2)
-
-
-def test_output_that_another_call_was_charged_for_is_not_charged_again(limits):
-    acme = Tenant("acme", tokens_per_minute=60)
-    for num_output_tokens in (50, 30):  # the second has not been told again of all that the first was
-        permit = limits.enter(acme)
-        permit.num_charged_tokens = 40
-        limits.leave(permit, num_output_tokens)
-    limits.charge_prompt(limits.enter(acme), 50)
 
 
 def test_prompts_are_charged_at_once_outputs_at_the_end_and_the_delay_is_when_enough_has_flowed_in(limits, clock):
@@ -105,4 +96,25 @@ def test_tenants_that_come_and_go_leave_nothing_behind(limits, clock):
         limits.charge_prompt(permit, 1)
         limits.leave(permit, 1)
         clock.now += 1
+    assert len(limits._accounts) <= 1024
+
+
+def test_many_tenants_of_whom_none_can_be_forgotten_are_seldom_looked_over(limits, monkeypatch):
+    num_looks = 0
+
+    def refill(account: _Account, now: float) -> None:
+        nonlocal num_looks
+        num_looks += 1
+
+    monkeypatch.setattr(_Account, "refill", refill)
+    for number in range(3000):
+        limits.enter(Tenant(f"t{number}"))
+    assert num_looks <= 3000 + 1024 + 2048, "with each new tenant its own, and all when they are twice as many"
+
+
+def test_many_tenants_that_were_here_at_once_leave_nothing_behind(limits):
+    for permit in [limits.enter(Tenant(f"t{number}")) for number in range(3000)]:
+        limits.leave(permit, 1)
+    for number in range(3000, 9000):
+        limits.leave(limits.enter(Tenant(f"t{number}")), 1)
     assert len(limits._accounts) <= 1024

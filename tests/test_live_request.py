@@ -189,6 +189,14 @@ async def test_the_n_most_probable_of_best_of_come_best_first_with_indexes_of_th
     assert response.outputs[0].stop_match.token_id == 7
 
 
+async def test_why_outputs_ended_is_told_of_those_that_are_answered_and_in_their_order(make):
+    live = make(n=1, best_of=2)
+    live.push(0, 0, [ord("a")], end(-3))
+    assert live.finish_reasons == []
+    live.push(1, 0, [ord("b")], end(-1, stop_token_id=7, status=session_pb2.FINISH_STATUS_STOPPED))
+    assert live.finish_reasons == [pb.FINISH_REASON_STOP]
+
+
 async def test_of_equally_probable_sequences_the_first_is_taken(make):
     live = make(n=2, best_of=3)
     for index in (2, 1, 0):

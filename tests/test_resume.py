@@ -334,8 +334,10 @@ async def test_a_client_that_lacks_only_the_last_message_gets_it():
         assert await call.read() is grpc.aio.EOF
 
 
-async def test_a_request_that_is_resumed_leaves_the_call_whose_connection_is_dead():
-    async with router_alone() as plane:
+@pytest.mark.parametrize("limit", [{}, {"tenant_max_requests": 1}, {"max_live_requests": 1}], ids=str)
+async def test_a_request_that_is_resumed_leaves_the_call_whose_connection_is_dead(limit):
+    """And counts as one with it."""
+    async with router_alone(**limit) as plane:
         asked = resuming(sampling=pb.SamplingParams(seed=7))
         asked.ClearField("resume")
         dead = plane.generation.Generate(asked)

@@ -43,6 +43,7 @@ BAD = [
     ({"best_of": 0}, "sampling.best_of", "is 0; must be in 1 (n) .. 8"),
     ({"best_of": 9}, "sampling.best_of", "is 9; must be in 1 (n) .. 8"),
     ({"best_of": 2, "n": 3}, "sampling.best_of", "is 2; must be in 3 (n) .. 8"),
+    ({"best_of": 2, "n": 9}, "sampling.n", "is 9; must be in 1 .. 8"),
     ({"best_of": 2, "beam_width": 2}, "sampling.best_of", "leave it unset, and set n"),
     ({"beam_width": -1}, "sampling.beam_width", "is -1; must be in 0 (no beam search) .. 8"),
     ({"beam_width": 9}, "sampling.beam_width", "is 9; must be in 0 (no beam search) .. 8"),
@@ -99,6 +100,14 @@ def test_a_mistake_is_the_one_violation_and_says_what_would_be_right(options, fi
     ((named, description),) = violations_of(wanted(**options))
     assert named == field
     assert words in description
+
+
+@pytest.mark.parametrize("n", [0, 9])
+def test_of_an_n_that_is_out_of_range_itself_best_of_is_told_nothing(n):
+    assert violations_of(wanted(n=n, best_of=10)) == [
+        ("sampling.n", f"is {n}; must be in 1 .. 8"),
+        ("sampling.best_of", "is 10; must be in 1 .. 8"),
+    ]
 
 
 def test_everything_that_does_not_go_with_a_beam_search_is_named_at_once():

@@ -224,6 +224,49 @@ async def test_a_request_that_loses_three_schedulers_in_a_row_is_given_up():
         assert info.value.code() is grpc.StatusCode.INTERNAL
 
 
+async def test_schedulers_that_were_only_out_of_reach_are_not_taken_for_lost():
+    async with router_alone(*[FakeScheduler() for _ in range(3)]) as plane:
+        await two(plane)
+        addresses = [named.address for named in (await states(plane)).schedulers]
+        call = plane.generation.Complete(wanted("a prompt"))
+
+        async def arrival() -> tuple[int, session_pb2.Submit]:
+            """The place of the scheduler that the request comes to, and what it is told."""
+            while (found := next((each for each in plane.schedulers if not each.heard.empty()), None)) is None:
+                await asyncio.sleep(0.001)
+            return plane.schedulers.index(found), (await found.heard.get()).submit
+
+        places = []
+        for _ in range(2):
+            place, _ = await arrival()
+            await plane.servers[place].stop(0)
+            places.append(place)
+        for place in places:  # of the same epoch
+            plane.servers[place] = await start_scheduler(plane.schedulers[place], addresses[place])
+        await two(plane)
+        place, _ = await arrival()
+        await plane.servers[place].stop(0)
+        place, submit = await arrival()
+        await plane.schedulers[place].tell({0: b"told"}, finished(handle=submit.handle), handle=submit.handle)
+        assert (await call).outputs[0].text == "told"
+
+
+async def test_a_stream_does_not_go_on_with_another_models_tokens():
+    async with router_alone() as plane:
+        call = plane.generation.Generate(wanted("a prompt"))
+        await plane.scheduler.submitted()
+        await plane.scheduler.tell({0: b"some"})
+        assert (await call.read()).outputs[0].text == "some"
+        plane.scheduler.model = "another"
+        await plane.restart_scheduler()
+        with pytest.raises(grpc.aio.AioRpcError, match="'another' is served now") as info:
+            await call.read()
+        assert info.value.code() is grpc.StatusCode.FAILED_PRECONDITION, "nothing to be resumed by our client"
+        new = plane.generation.Complete(wanted("a prompt", model="another"))
+        await plane.scheduler.submitted()
+        new.cancel()
+
+
 async def test_a_connection_that_breaks_for_longer_than_the_lease_again_and_again_gives_no_request_up():
     async with control_plane(FakeWorker(), lease_s=0.01, max_num_seqs=1) as plane:
         plane.worker.gate.clear()

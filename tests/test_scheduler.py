@@ -152,13 +152,17 @@ def test_the_oldest_group_always_finishes_however_small_the_pool():
     assert core.blocks.num_free == 5
 
 
-def test_max_tokens_is_capped_by_what_a_group_alone_can_hold():
+def test_max_tokens_is_capped_by_what_a_group_alone_can_hold_and_that_is_said():
     core = make(num_blocks=4)
-    group = submit(core, 5, max_tokens=1000)
+    group, ends = submit(core, 5, max_tokens=1000), []
     while group.live:
-        step(core)
+        ends += step(core)[1].finished
     assert group.sequences[0].status is Status.FINISHED_LENGTH_CAPPED
     assert len(group.sequences[0].output_token_ids) == 4 * 4 - 5
+    assert [end.message for end in ends] == [
+        "11 tokens of output are all that there is room for in the 4 KV blocks of 4 tokens that there are, behind a "
+        "prompt of 5 tokens"
+    ]
 
 
 def test_sequences_that_went_on_unevenly_in_a_larger_pool_end_at_this_ones_cap_or_fit_into_it():
@@ -167,7 +171,7 @@ def test_sequences_that_went_on_unevenly_in_a_larger_pool_end_at_this_ones_cap_o
     group = submit(core, 1, max_tokens=20, n=2, progress=begun)
     plan, _ = step(core)
     assert [ended.sequence.index for ended in plan.ignored] == [1]
-    assert "have room for: 2 x (a prompt of 1 tokens and 6 tokens of output)" in plan.ignored[0].message
+    assert "13 KV blocks of 1 tokens that there are, behind a prompt of 1 tokens and beside" in plan.ignored[0].message
     while group.live:
         step(core)
     assert [len(sequence.output_token_ids) for sequence in group.sequences] == [6, 9]

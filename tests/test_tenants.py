@@ -14,7 +14,7 @@ import pytest
 from authority import Authority, replace
 from fakes import TEXT, FakeWorker, control_plane, request
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from router_fakes import router_alone
+from router_fakes import finished, router_alone
 
 from pagewire.access import Access, AccessError
 from pagewire.client import AsyncClient
@@ -388,6 +388,14 @@ def test_files_of_a_client_that_can_not_be_used_are_named(tmp_path):
         AsyncClient("localhost:1", Access(certificate="a.pem"))
 
 
+def test_a_token_comes_without_the_line_end_of_its_file_and_one_that_no_header_can_carry_is_named():
+    assert Access(token=" pw-x\n").metadata == (("authorization", "Bearer pw-x"),)
+    assert Access(token="\n").metadata == ()
+    for token in ("pw-\u00e9", "pw-\nx"):
+        with pytest.raises(AccessError, match="--token: must be of printable ASCII characters only"):
+            _ = Access(token=token).metadata
+
+
 async def test_the_scheduler_is_told_who_the_tenant_is_and_what_its_share_is(tokens):
     async with router_alone(auth_tokens=tokens) as plane:
         call = plane.generation.Complete(pb.GenerateRequest(text="p", request_id="r"), metadata=bearing("a"))
@@ -423,6 +431,49 @@ async def test_a_live_request_that_other_calls_take_over_costs_its_tenant_as_muc
         assert "".join([message.outputs[0].text async for message in calls[-1]]) == TEXT[:9]
         for _ in range(2):
             await plane.generation.Complete(request("p" * 190, max_tokens=1), metadata=bearing("z"))
+
+
+async def test_output_that_is_told_to_several_calls_costs_its_tenant_as_much_as_one_call():
+    """Also where a call that took it over had not been told of it again before the next one did."""
+    async with router_alone(tenant_tokens_per_minute=200) as plane:
+        asked = pb.GenerateRequest(text="p" * 10, request_id="r", stop=pb.StopConditions(max_tokens=150))
+        asked.sampling.seed = 7
+        first = plane.generation.Generate(asked)
+        handle = (await plane.scheduler.submitted()).handle
+        await plane.scheduler.tell({0: b"a" * 100}, handle=handle)
+        assert len((await first.read()).outputs[0].text) == 100
+        asked.resume.seed = 7
+        calls = [first]
+        for _ in range(2):
+            calls.append(plane.generation.Generate(asked))
+            assert (await refusal_of(calls[-2].read())).reason == "TAKEN_OVER"
+            while not (message := await plane.scheduler.heard.get()).HasField("submit"):
+                pass
+        handle = message.submit.handle
+        await plane.scheduler.tell({0: b"a" * 120}, finished(handle=handle), handle=handle)
+        assert "".join([message.outputs[0].text async for message in calls[-1]]) == "a" * 120
+        call = plane.generation.Complete(request("p" * 50))
+        while not (await plane.scheduler.heard.get()).HasField("submit"):
+            pass
+        call.cancel()
+
+
+async def test_another_prompt_under_the_id_of_a_live_request_costs_its_tenant_as_much_as_any(tokens):
+    worker = FakeWorker()
+    async with control_plane(worker, router=guarded(tokens)) as plane:
+        worker.gate.clear()
+        asked = request("p" * 190, max_tokens=9)
+        asked.request_id, asked.sampling.seed = "r", 7
+        calls = [plane.generation.Generate(asked, metadata=bearing("z"))]
+        await plane.until(lambda state: state.num_running == 1)
+        asked.resume.seed = 7
+        for other in "qrs":
+            asked.text = other * 190
+            calls.append(plane.generation.Generate(asked, metadata=bearing("z")))
+            if other != "s":
+                assert (await refusal_of(calls[-2].read())).reason == "TAKEN_OVER"
+        assert (await refusal_of(calls[-1].read())).reason == "TENANT_TOKENS_EXHAUSTED", "4 x 190 of 600 a minute"
+        worker.gate.set()
 
 
 async def test_a_request_that_no_scheduler_computed_costs_its_tenant_nothing(tokens):
