@@ -157,6 +157,7 @@ class Resumption(Attempts):
         if response.HasField("seed"):
             self._seed = response.seed
             self._request.request_id = response.request_id
+            self._request.model = response.model or self._request.model
         return self.transcript.add(response)
 
     def is_over_after(self, error: RequestError) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import grpc
 
@@ -297,7 +297,7 @@ class SchedulerLink:
             self._on_change()
         match message.WhichOneof("message"):
             case "step_outputs":
-                deliver(message.step_outputs, self._live)
+                deliver(message.step_outputs, self._answered())
             case "accepted":
                 self._on_accepted(message.accepted.handle)
             case "rejected":
@@ -314,6 +314,12 @@ class SchedulerLink:
             case "drain":
                 self.draining = True
                 self._on_change()
+
+    def _answered(self) -> Mapping[int, LiveRequest]:
+        """The live requests but those just submitted: their output is of an earlier stay here, before one elsewhere."""
+        if not self._unanswered:
+            return self._live
+        return {handle: live for handle, live in self._live.items() if handle not in self._unanswered}
 
     def _on_accepted(self, handle: int) -> None:
         self._unanswered.discard(handle)

@@ -81,7 +81,7 @@ class GenerationService:
         ):
             with self.heartbeats.over(live):
                 response, last = await live.take()
-                response.seed = live.request.sampling.seed
+                response.seed, response.model = live.request.sampling.seed, self._calls.of(context).model
                 await _tell_id(live, context)
                 await write(response)
                 while not last:

@@ -74,8 +74,7 @@ class Outbox:
         key = (handle, sequence.index)
         token_ids, token_logprobs = sequence.output_token_ids[first_index:], sequence.output_logprobs[first_index:]
         row = self._rows.get(key)
-        if row is not None and row[0] + len(row[1]) != first_index:
-            row = None  # of a request that went elsewhere, and came back under the same handle
+        assert row is None or row[0] + len(row[1]) == first_index, "a gap in what is told"
         if row is None:
             self._rows[key] = (first_index, token_ids, token_logprobs)
         else:
@@ -98,6 +97,14 @@ class Outbox:
         """Queues the end of a sequence, to go with its last tokens."""
         self._finished.append(finished)
         self._filled.set()
+
+    def drop(self, handle: int, num_sequences: int) -> None:
+        """Forgets the output that waits of a request: who gives it up may send it again under the same handle."""
+        for key in ((handle, index) for index in range(num_sequences)):
+            self._rows.pop(key, None)
+            self._logprobs.pop(key, None)
+        self._prompts.pop(handle, None)
+        self._finished = [end for end in self._finished if end.handle != handle]
 
     async def take(self) -> pb.SessionResponse | None:
         """The next message, as soon as there is one; None when all are taken and no more come."""
@@ -276,8 +283,11 @@ class Sessions:
         """Drops a request with all traces."""
         self._release(ticket)
         # Another ticket may have the handle by now: a request that went elsewhere comes back under the same.
-        if ticket.session.tickets.get(ticket.handle) is ticket:
-            del ticket.session.tickets[ticket.handle]
+        session, handle = ticket.session, ticket.handle
+        if session.tickets.get(handle) is ticket:
+            del session.tickets[handle]
+            if session.outbox is not None:
+                session.outbox.drop(handle, len(ticket.group.sequences))
 
     def _release(self, ticket: Ticket) -> None:
         if self._by_number.pop(ticket.group.number, None) is not None:

@@ -119,8 +119,14 @@ class FakeScheduler(SessionServiceServicer):
         *ends: session_pb2.Finished,
         first: int = 0,
         handle: int = 1,
+        accepts: bool = True,
     ) -> None:
-        """Tells of a step: new tokens by sequence index, all from output index `first` on, and ends."""
+        """Tells of a step: new tokens by sequence index, all from output index `first` on, and ends.
+
+        Nobody is told of a request that was not accepted, unless it is of an earlier stay here.
+        """
+        if accepts:
+            await self.accept(handle)
         tokens = tokens or {}
         outputs = session_pb2.StepOutputs(
             handles=pack([handle] * len(tokens)),

@@ -63,6 +63,16 @@ def test_a_stream_that_breaks_off_is_resumed_with_what_has_arrived_of_each_seque
     assert list(once_more.resume.received) == [pb.Received(index=0, text_bytes=11, num_tokens=3), ended]
 
 
+def test_a_stream_is_resumed_by_the_model_that_began_it_or_not_at_all():
+    begun = first("a")
+    begun.model = "mine"
+    fake = FakeGeneration()
+    fake.script = breaking([begun], [last(first("b"))])
+    with serving(fake) as target, Client(target) as client:
+        assert streamed(client) == "ab"
+    assert [request.model for request in fake.requests] == ["", "mine"]
+
+
 async def test_an_asynchronous_stream_is_resumed_too():
     fake = FakeGeneration()
     fake.script = breaking([first("a")], [last(first("b"))])
@@ -296,15 +306,18 @@ def resuming(seed: int | None = 7, *received: pb.Received, **fields: object) -> 
     return pb.GenerateRequest(**({"request_id": "r", "text": "p", "stop": stop, "resume": resume} | fields))
 
 
-async def test_the_first_message_tells_the_seed_and_no_other_does():
+async def test_the_first_message_tells_the_seed_and_the_model_and_no_other_does():
     async with router_alone() as plane:
         call = plane.generation.Generate(pb.GenerateRequest(text="p", stop=pb.StopConditions(max_tokens=2)))
         submit = await plane.scheduler.submitted()
         assert not submit.adopt
         await plane.scheduler.tell({0: b"a"})
-        assert (await call.read()).seed == submit.sampling.seed
+        message = await call.read()
+        assert (message.seed, message.model) == (submit.sampling.seed, "fake")
         await plane.scheduler.tell({0: b"b"}, finished(), first=1)
-        assert not (await call.read()).HasField("seed")
+        message = await call.read()
+        assert not message.HasField("seed")
+        assert not message.model
 
 
 async def test_a_resumed_stream_begins_behind_what_its_client_has():

@@ -101,7 +101,7 @@ async def lose(plane: RouterAlone, scheduler: FakeScheduler, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["lost", "drains", "its worker drains", "hangs"])
 async def test_another_scheduler_goes_on_behind_the_tokens_that_the_client_has(how):
-    async with router_alone(FakeScheduler(), FakeScheduler(), health_stall_s=0.5) as plane:
+    async with router_alone(FakeScheduler(), FakeScheduler(), health_stall_s=1.5) as plane:
         await two(plane)
         call = plane.generation.Generate(wanted("a prompt of some blocks"))
         this, other, submit = await who_got(plane)
@@ -251,6 +251,26 @@ async def test_schedulers_that_were_only_out_of_reach_are_not_taken_for_lost():
         assert (await call).outputs[0].text == "told"
 
 
+async def test_what_is_still_on_its_way_of_an_earlier_stay_is_passed_over_when_a_request_comes_back():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        call = plane.generation.Generate(wanted("a prompt"))
+        this, other, submit = await who_got(plane)
+        handle = submit.handle
+        await this.tell({0: b"ab"}, handle=handle)
+        assert (await call.read()).outputs[0].text == "ab"
+        await lose(plane, this, "its worker drains")
+        await other.submitted()
+        assert (await this.heard.get()).HasField("cancel")
+        await this.tell_load(serving=True)
+        await two(plane)
+        await lose(plane, other, "its worker drains")
+        again = await this.submitted()
+        await this.tell({0: b"d"}, first=3, handle=handle, accepts=False)  # what was before it is lost
+        await this.tell({0: b"cde"}, finished(handle=handle), first=2, handle=again.handle)
+        assert (await call.read()).outputs[0].text == "cde"
+
+
 async def test_a_stream_does_not_go_on_with_another_models_tokens():
     async with router_alone() as plane:
         call = plane.generation.Generate(wanted("a prompt"))
@@ -316,7 +336,7 @@ async def test_a_scheduler_that_just_lost_its_worker_keeps_its_requests_and_one_
 
 
 async def test_a_request_of_which_nothing_is_told_leaves_a_scheduler_that_has_fallen_silent():
-    async with router_alone(FakeScheduler(), FakeScheduler(), health_stall_s=0.5) as plane:
+    async with router_alone(FakeScheduler(), FakeScheduler(), health_stall_s=1.5) as plane:
         await two(plane)
         call = plane.generation.Complete(wanted("a prompt of some blocks"))
         this, other, submit = await who_got(plane)

@@ -516,12 +516,17 @@ async def test_what_waits_for_a_slow_router_comes_in_messages_of_a_bounded_size_
     assert await outbox.take() is None
 
 
-async def test_tokens_that_do_not_follow_what_waits_replace_it():
-    outbox = sessions.Outbox()
-    outbox.put_tokens(1, sequence_with([7, 8]), 0)
-    outbox.put_tokens(1, sequence_with([1, 2, 3, 4]), 3)
-    outputs = (await outbox.take()).step_outputs
-    assert (unpack(outputs.first_indexes).tolist(), unpack(outputs.token_ids).tolist()) == ([3], [4])
+async def test_what_waits_of_a_request_is_not_told_once_its_router_has_given_it_up():
+    """It may send it again under the same handle, behind other tokens than those."""
+    tickets, core = sessions.Sessions(lambda ticket: None, lambda ticket: None), make()
+    session = tickets.connect("router")
+    for handle in (1, 2):
+        tickets.add(session, handle, submit(core, 1))
+        session.outbox.put_tokens(handle, sequence_with([7, 8]), 0)
+        session.outbox.put_finished(pb.Finished(handle=handle))
+    tickets.forget(session.tickets[1])
+    outputs = (await session.outbox.take()).step_outputs
+    assert (unpack(outputs.handles).tolist(), [end.handle for end in outputs.finished]) == ([2], [2])
 
 
 def test_forgetting_a_request_leaves_another_one_alone_that_has_come_under_its_handle():
