@@ -24,6 +24,8 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
+# Of all outputs: they are told in one message, which has 16 MiB at most.
+MAX_ECHO_BYTES = 8 << 20
 # Of a prompt's tokens and those beside them: 12 MB of the one message they come in. Likewise of an answer that is kept
 # until all of it is there, and what the client of a stream may leave unread.
 MAX_LOGPROBS_TOLD = 1_000_000
@@ -201,6 +203,9 @@ def resolve(
     # What is told as it comes may be as much as it likes.
     num_kept = num_sequences if whole or num_sequences > n else 0
     _check_num_logprobs(request.output, num_prompt_tokens, num_kept, max_tokens, found)
+    num_echoed = n * len(echo.encode())
+    too_much = f"would repeat {num_echoed} bytes for {n} outputs, of at most {MAX_ECHO_BYTES}: leave it out, or lower n"
+    found.require("output.echo", num_echoed <= MAX_ECHO_BYTES, too_much)
     if found.violations:
         raise invalid_argument(found.violations)
     eos = () if stop.ignore_eos else model.defaults.eos_token_ids

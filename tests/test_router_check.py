@@ -240,6 +240,16 @@ def test_the_models_own_repetition_penalty_and_typical_p_apply_where_nothing_els
     assert (sampling.typical_p, sampling.repetition_penalty) == (1, 1), "not in a beam search"
 
 
+def test_the_prompt_is_repeated_for_as_many_outputs_as_go_into_a_message():
+    request = pb.GenerateRequest(text="p", output=pb.OutputOptions(echo=True), sampling=pb.SamplingParams(n=8))
+    assert resolve(request, "r", [1], "é" * (1 << 19), MODEL, whole=False).echo
+    with pytest.raises(Refusal) as info:
+        resolve(request, "r", [1], "é" * (1 << 19) + "x", MODEL, whole=False)
+    (violation,) = info.value.violations
+    assert violation.field == "output.echo"
+    assert "8388616 bytes for 8 outputs, of at most 8388608" in violation.description
+
+
 def test_a_prompt_so_long_that_its_log_probabilities_fill_no_message_is_refused():
     long = ServedModel("fake", context_length=10**6, vocabulary_size=260, max_num_seqs=8, defaults=DEFAULTS)
     request = wanted(output=pb.OutputOptions(prompt_logprobs=19))
