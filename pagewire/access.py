@@ -13,7 +13,7 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 
 
 class AccessError(PagewireError):
-    """A CA, certificate or key can not be used, or they do not go together."""
+    """A CA, certificate, key or token can not be used, or they do not go together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,15 @@ class Access:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What each call carries."""
-        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        """What each call carries.
+
+        Raises:
+            AccessError: the token can not stand in a header.
+        """
+        token = (self.token or "").strip()  # of the line end that it has from a file
+        if not token.isascii() or not token.isprintable():
+            raise AccessError("--token: must be of printable ASCII characters only")
+        return (("authorization", f"Bearer {token}"),) if token else ()
 
     def channel(self, target: str, options: list[tuple[str, Any]]) -> grpc.Channel:
         """A channel for the sync stubs.

@@ -8,6 +8,7 @@ loop). Decoding is greedy and ignores end-of-sequence ids.
 
 import asyncio
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from pagewire.request import Options
 OPEN_LOOP_TESTS = ("w4",)
 _WARM = "warm"
 _OPEN = Access()
-_FIELDS = {"ids", "max_tokens", "gap"}
+_REQUEST = '{"ids": [...], "max_tokens": N, "gap": seconds}'
 Workload = dict[str, list[list[dict[str, Any]]]]
 
 
@@ -68,11 +69,13 @@ def load(path: Path) -> Workload:
     """
     try:
         workload = json.loads(path.read_text())
-        complete = all(row.keys() >= _FIELDS for tests in workload.values() for rows in tests for row in rows)
+        for test, variants in workload.items():
+            if not all(variants):
+                raise ValueError(f"a variant of {test} has no request")
+            if wrong := [row for rows in variants for row in rows if not _is_request(row)]:
+                raise ValueError(f"a request of {test} is not like {_REQUEST}: {json.dumps(wrong[0])}")
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise BenchError(f"{path} is no workload: {error}") from error
-    if not complete:
-        raise BenchError(f"{path} is no workload: a request lacks one of {', '.join(sorted(_FIELDS))}")
     return workload
 
 
@@ -196,6 +199,13 @@ async def run(
                 rows.append(row)
                 on_row(row)
     return rows
+
+
+def _is_request(row: object) -> bool:
+    match row:
+        case {"ids": list(), "max_tokens": int(), "gap": int() | float() as gap}:
+            return math.isfinite(gap)
+    return False
 
 
 def _ms(seconds: float) -> float:

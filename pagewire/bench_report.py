@@ -18,7 +18,7 @@ from pagewire import bench, state
 from pagewire.access import Access
 from pagewire.bench import Row
 from pagewire.client import Client
-from pagewire.processes import peak_resident_bytes
+from pagewire.processes import peak_resident_bytes, start_ticks
 from pagewire.results import Model
 
 # Rows of the table: a heading, the figures in it, and how they are written.
@@ -63,6 +63,8 @@ def run(
     workload = bench.load(workload_file)
     if json_file is not None and not json_file.parent.is_dir():
         raise bench.BenchError(f"--json {json_file}: there is no folder {json_file.parent}")
+    if memory_of is not None and start_ticks(memory_of) is None:
+        raise bench.BenchError(f"--memory-of {memory_of}: there is no such process")
     with Client(target, access) as client:
         model = client.model(timeout=10)
     pids = [memory_of] if memory_of is not None else _local_pids(target)

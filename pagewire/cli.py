@@ -5,6 +5,7 @@ Options and help stand here, what the commands do in the modules that they impor
 """
 
 import dataclasses
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -229,13 +230,17 @@ def status(ctx: typer.Context, port: Port = 50051) -> None:
 @app.command()
 def health(
     ctx: typer.Context,
-    target: Annotated[str, typer.Argument(help="HOST:PORT or unix:PATH.")] = DEFAULT_TARGET,
+    target: Annotated[
+        str, typer.Argument(envvar="PAGEWIRE_CLIENT_TARGET", help="HOST:PORT or unix:PATH.")
+    ] = DEFAULT_TARGET,
     service: Annotated[str, typer.Option(help="One service's full name; the whole server without.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 2.0,
 ) -> None:
     """Exit 0 if a server is SERVING, else 1."""
     from pagewire.health import SERVING, check
 
+    if math.isnan(timeout):
+        raise typer.BadParameter("must be a number", param_hint="--timeout")
     answer = check(target, service, timeout, ctx.obj)
     typer.echo(answer)
     if answer != SERVING:
@@ -408,7 +413,7 @@ def replay(
     check: Annotated[bool, typer.Option("--check", help="Check the scheduler's invariants after each call.")] = False,
     request: Annotated[str | None, typer.Option(metavar="ID", help="Tell the story of one request.")] = None,
 ) -> None:
-    """Decide again what a scheduler decided. Exit 1 if anything is decided otherwise, 2 if the file is no record."""
+    """Decide again what a scheduler decided. Exit 1 if anything is decided otherwise, 2 if that can not be told."""
     import subprocess
 
     from pagewire.processes import environment, module_command
@@ -427,7 +432,9 @@ def bench(
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each test.")] = 3,
     target: Target = DEFAULT_TARGET,
     memory_of: Annotated[int | None, typer.Option(help="Process whose tree's peak memory is noted.")] = None,
-    json: Annotated[Path | None, typer.Option(help="File for all figures and their setting.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="File for all figures and their setting.", dir_okay=False, writable=True)
+    ] = None,
 ) -> None:
     """Measure throughput, TTFT, TPOT and ITL of a server under a workload."""
     from pagewire import bench_report

@@ -1,7 +1,8 @@
 """Keeps a chain of services running on this machine: starts them, restarts what dies, stops them in reverse order.
 
 A service that has served, and then takes connections and answers none of a few health checks in a row, is killed and
-started again: it is suspended, or its event loop hangs. What its work is at, its own health says to others.
+started again: it is suspended, or its event loop hangs. What its work is at, its own health says to others. A service
+that only does not let us in, as where its certificate has expired, is not hung: it goes on, and a line tells of it.
 
 A service that ends with status 0 was told to by somebody else (`pagewire restart`), since ours do so only after a
 signal: its successor is started at once, and no death is counted.
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from pagewire import health
-from pagewire.access import Access
+from pagewire.access import Access, AccessError
 from pagewire.errors import PagewireError
 from pagewire.processes import start
 from pagewire.shares import Share
@@ -255,9 +256,10 @@ class Cluster:
         while True:
             if said != health.SILENT:  # which took its time
                 await asyncio.sleep(self._probe_s)
-            said = await asyncio.to_thread(
-                health.check, service.address, timeout_s=self._probe_s, access=service.access
-            )
+            before, said = said, await self._said_by(service)
+            if said.startswith(health.NOT_LET_IN) and not before.startswith(health.NOT_LET_IN):
+                unknown = f"{service.name} can not be asked for its health; until it can, only its end is noticed"
+                log.warning(unknown, extra={"why": said})
             running.has_served = running.has_served or said == health.SERVING
             if not (running.has_served and said.startswith(health.NO_ANSWER)):
                 num_unanswered = 0
@@ -270,6 +272,15 @@ class Cluster:
                 break
         log.error(f"{service.name} has left {num_unanswered} health checks in a row without an answer; killing it")
         _kill_group(running.process.pid)
+
+    async def _said_by(self, service: ServiceProcess) -> str:
+        """What a health check says, also where the files with which one gets in are gone."""
+        try:
+            return await asyncio.to_thread(
+                health.check, service.address, timeout_s=self._probe_s, access=service.access
+            )
+        except AccessError as error:
+            return f"{health.NOT_LET_IN}; {error}"
 
     async def _stop(self, service: ServiceProcess) -> None:
         running = self._running.get(service.name)

@@ -48,6 +48,13 @@ _LAUNCHERS = {
 _UNSHARED_ADDRESSES = ("admin-listen", "metrics-listen")
 # Files that they can not share: each has one that ends like its name.
 _UNSHARED_FILES = ("record",)
+# These begin TLS on a wire between our own services.
+_INNER_TLS = (
+    ("worker", "tls-certificate"),
+    ("scheduler", "tls-certificate"),
+    ("scheduler", "worker-tls-ca"),
+    ("router", "scheduler-tls-ca"),
+)
 # What the launcher has to know of services that are told it by their environment, to go by it or to tell each its own.
 _READ_FROM_ENVIRONMENT = (
     "drain-delay-s",
@@ -55,6 +62,8 @@ _READ_FROM_ENVIRONMENT = (
     "log-level",
     "log-format",
     "tls-certificate",
+    "worker-tls-ca",
+    "scheduler-tls-ca",
     *_UNSHARED_ADDRESSES,
     *_UNSHARED_FILES,
 )
@@ -135,7 +144,18 @@ class LaunchOptions:
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        """Raises LaunchError for several peers that are told to listen at one address, and TLS that is not trusted."""
+        """Raises LaunchError for what a cluster can not be told.
+
+        That is several peers that listen at one address, TLS that is not trusted or not for others, and in the
+        environment what the launcher tells services itself.
+        """
+        for name, remedy in _LAUNCHERS.items():
+            if (variable := _variable(*name.split("."))) in os.environ:
+                raise LaunchError(f"{variable}: `pagewire up` gives this option itself; {remedy}")
+        for service, option in _INNER_TLS:
+            if self.value(service, option, ""):
+                remedy = "leave it out; behind the router, services speak over Unix sockets of this user"
+                raise LaunchError(f"{service}.{option}: {remedy}")
         for service, option in product(SERVICES, _UNSHARED_ADDRESSES):
             told, num = self.value(service, option, ""), self.num(service)
             if num > 1 and told and not told.rpartition(":")[2].isdigit():
@@ -265,8 +285,13 @@ def free_port() -> int:
 
 
 def _of_environment(service: str) -> list[Setting]:
-    names = {option: f"PAGEWIRE_{service}_{option}".upper().replace("-", "_") for option in _READ_FROM_ENVIRONMENT}
+    names = {option: _variable(service, option) for option in _READ_FROM_ENVIRONMENT}
     return [Setting(service, option, os.environ[name]) for option, name in names.items() if name in os.environ]
+
+
+def _variable(service: str, option: str) -> str:
+    """Of the environment, by which a service is told an option."""
+    return f"PAGEWIRE_{service}_{option}".upper().replace("-", "_")
 
 
 def _drain_s(options: LaunchOptions, service: str) -> float:

@@ -156,14 +156,16 @@ def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: object
     elif prompt and isinstance(prompt[0], Mapping):
         request.chat.SetInParent()
         for index, message in enumerate(prompt):
+            path = f"chat.messages[{index}]"
             is_complete = isinstance(message, Mapping) and message.keys() == Message.__annotations__.keys()
             try:
                 if not is_complete or None in message.values():  # which would be as if it were empty
                     raise TypeError
                 request.chat.messages.add(**message)
-            except (TypeError, ValueError) as error:
-                path = f"chat.messages[{index}]"
+            except TypeError as error:
                 raise invalid(path, "must be a dict with the strings 'role' and 'content' only") from error
+            except ValueError as error:  # text that is no UTF-8
+                raise invalid(path, f"cannot be {_short(message)}: {error}") from error
     elif isinstance(request, pb.GenerateRequest):
         request.token_ids.SetInParent()
         _assign(request.token_ids, "ids", prompt, path="token_ids.ids")

@@ -18,7 +18,7 @@ from pagewire.access import Access
 from pagewire.background import log_tail
 from pagewire.cluster import LaunchError
 from pagewire.state import ClusterState
-from pagewire.status import health_of
+from pagewire.status import health_of, with_remedy
 
 _POLL_S = 0.05
 
@@ -34,18 +34,29 @@ def restart(port: int, services: Sequence[str], console: Console, access: Access
         timeout_s: seconds for each process, from its SIGTERM until all serve again.
 
     Raises:
-        LaunchError: there is no cluster that serves, or not within the time, or not any more.
+        LaunchError: there is no cluster that serves, or not within the time, or not any more; or nothing was stopped,
+            since no router tells its health, by which the end of a restart is known.
     """
     running = state.load(port)
     if running is None or not running.serving:
-        which = "nothing runs" if running is None else "the cluster does not serve yet"
+        which = "nothing runs" if running is None else "the cluster does not serve yet, or is being stopped,"
         raise LaunchError(f"{which} on port {port}; `pagewire up` starts a cluster")
+    _require_a_way_in(running, access)
     for name in [name for service in services for name in running.addresses if name.partition("-")[0] == service]:
         with console.status("") as shown:
             begin = time.monotonic()
             pid = _replace(name, _Watch(running, begin + timeout_s, shown), access)
             away_s = time.monotonic() - begin
         console.print(f"{name} serves again, as pid {pid}; it was away for {away_s:.1f} s")
+
+
+def _require_a_way_in(running: ClusterState, access: Access) -> None:
+    said = ""
+    for router in (name for name in running.addresses if name.startswith("router")):
+        said = health_of(running, router, access)
+        if not said.startswith((health.NO_ANSWER, health.NOT_LET_IN)):
+            return
+    raise LaunchError(f"no router tells its health: {with_remedy(said, access)}")
 
 
 class _Watch:
@@ -65,7 +76,7 @@ class _Watch:
         """The cluster as it is a moment later.
 
         Raises:
-            LaunchError: it is too late for what is awaited, or the cluster has ended.
+            LaunchError: it is too late for what is awaited, or the cluster has ended or is about to.
         """
         self._shown.update(f"waiting for {awaited}")
         time.sleep(_POLL_S)
@@ -76,6 +87,8 @@ class _Watch:
             log_file = self._running.log_file
             tail = f"; its log ends with\n{log_tail(Path(log_file))}" if log_file else ""
             raise LaunchError(f"the cluster has ended while this waited for {awaited}{tail}")
+        if not now.serving:
+            raise LaunchError(f"the cluster was told to stop while this waited for {awaited}")
         if time.monotonic() >= self._end:
             raise LaunchError(f"--timeout is over, and this still waited for {awaited}; the launcher goes on with it")
         return now

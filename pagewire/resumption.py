@@ -31,7 +31,7 @@ _OVER_A_PROXYS_LIMIT = ("upstream request timeout", "Received http2 header with 
 _TAKEN_OVER = "TAKEN_OVER"
 # A server that has no room now, or does not know yet that the broken call is dead. They matter only to who has begun.
 _NOT_YET = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
-# Of a pause this long, in seconds, whoever waits is told.
+# Of a pause this long, in seconds, whoever waits is told, once until the call goes on.
 _TOLD_OF_S = 1.0
 # A timeout of so many seconds, some thirty years, is none: gRPC counts nanoseconds in 64 bits, and takes one that does
 # not fit for passed.
@@ -66,6 +66,7 @@ class Attempts:
         self._deadline = None if timeout is None or timeout >= _ENDLESS_S else time.monotonic() + timeout
         self._connection = connection
         self._num_attempts = 0
+        self._told = False
 
     @property
     def timeout(self) -> float | None:
@@ -83,8 +84,9 @@ class Attempts:
         delay_s = self._delay_after(error)
         if delay_s is None:
             raise error from None
-        if delay_s >= _TOLD_OF_S:
-            log.warning("no answer (%s); trying again in %.1f s", error, delay_s)
+        if delay_s >= _TOLD_OF_S and not self._told:
+            self._told = True
+            log.warning("no answer (%s); trying again for a while", error)
         return delay_s
 
     def _delay_after(self, error: RequestError) -> float | None:
@@ -153,7 +155,7 @@ class Resumption(Attempts):
         self._begun = self._connection.was_up = True
         self.broken_by = None
         if response.outputs:
-            self._num_attempts = 0
+            self._num_attempts, self._told = 0, False
         if response.HasField("seed"):
             self._seed = response.seed
             self._request.request_id = response.request_id

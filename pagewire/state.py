@@ -28,7 +28,7 @@ class ClusterState:
         stop_within_s: seconds that its end takes at most.
         addresses: where each service answers health checks.
         service_pids: by service name; changes with every restart.
-        serving: whether all services have been up once.
+        serving: whether all services have been up once, and nobody has told them to stop since.
     """
 
     launcher_pid: int

@@ -26,7 +26,7 @@ def show(port: int, console: Console, access: Access) -> bool:
     elif answer.startswith("no answer"):
         console.print(f"nothing runs on port {port}; `pagewire up` starts a cluster")
         return False
-    console.print(f"listens  {target}, {answer}", markup=False)
+    console.print(f"listens  {target}, {with_remedy(answer, access)}", markup=False)
     if answer == health.SERVING:
         _show_model(target, access, console)
         _show_load(target, access, console)
@@ -38,6 +38,12 @@ def show(port: int, console: Console, access: Access) -> bool:
 def health_of(running: ClusterState, name: str, access: Access) -> str:
     """What one service of a cluster says of its health, where one gets in at the routers by `access`."""
     return health.check(running.addresses[name], access=access if name.startswith("router") else Access())
+
+
+def with_remedy(answer: str, access: Access) -> str:
+    """What a router says of its health, and what to say where it may want TLS."""
+    may_want_tls = answer.startswith(health.NO_ANSWER) and not access.is_tls
+    return f"{answer}; --ca FILE or --tls, before the command, is for one with TLS" if may_want_tls else answer
 
 
 def _processes(running: ClusterState, access: Access) -> Table:

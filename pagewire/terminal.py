@@ -16,13 +16,18 @@ _PROMPT = "> "
 
 def show(stream: Stream, *, headings: bool) -> Completion:
     """Writes an answer as it is made, or with headings each of several sequences once it is done; gives all of it."""
-    with stream:
-        for delta in stream:
-            if not headings:
-                _write(delta.text)
-            elif delta.finish_reason is not None:
-                done = next(output for output in stream.completion.outputs if output.index == delta.index)
-                _write(f"--- {delta.index}: {delta.finish_reason.value} ---\n{done.text}\n")
+    try:
+        with stream:
+            for delta in stream:
+                if not headings:
+                    _write(delta.text)
+                elif delta.finish_reason is not None:
+                    done = next(output for output in stream.completion.outputs if output.index == delta.index)
+                    _write(f"--- {delta.index}: {delta.finish_reason.value} ---\n{done.text}\n")
+    except RequestError:  # which is told of in a line of its own
+        if not headings and stream.completion.text:
+            _write("\n")
+        raise
     if not headings:
         _write("\n")
     return stream.completion

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import tempfile
 import time
@@ -22,24 +23,28 @@ from pagewire.state import ClusterState
 from protos import logs
 
 _COLOURS = {"worker": "magenta", "scheduler": "cyan", "router": "green"}
-# The path of a socket in our folder must stay below Linux's 108 bytes.
+# The path of a socket in our folder must stay below Linux's 108 bytes, and be an address as it is, in a list too.
 _LONGEST_FOLDER = 70
+_PLAIN_FOLDER = r"[A-Za-z0-9_./+-]+"
 log = logging.getLogger(__name__)
 
 
 def up(options: LaunchOptions, worker: EarlyWorker | None = None) -> int:
-    """Runs the cluster until Ctrl-C or SIGTERM drains it; Ctrl-C once more ends it at once. Gives the exit status.
+    """Runs the cluster until Ctrl-C, SIGTERM or the terminal's end drains it; Ctrl-C once more ends it at once.
 
     Args:
         options: of the cluster.
         worker: one that is started already.
+
+    Returns:
+        The exit status.
 
     Raises:
         LaunchError: it cannot start, or cannot go on.
     """
     check_free(options)
     parent = tempfile.gettempdir()
-    if len(parent) > _LONGEST_FOLDER:
+    if len(parent) > _LONGEST_FOLDER or not re.fullmatch(_PLAIN_FOLDER, parent):
         parent = "/tmp"
     with tempfile.TemporaryDirectory(prefix="pagewire-", dir=parent, ignore_cleanup_errors=True) as directory:
         foreground = _Foreground(options, directory, worker)
@@ -84,15 +89,17 @@ class _Foreground:
     async def run(self) -> int:
         """Until a signal; gives the exit status."""
         self._start_logging()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # as `nohup` wants it
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         try:
             if self._console.is_terminal:
                 self._status.start()
             await self._cluster.run(self._stop, self._ready)
         finally:
-            self._status.stop()
             state.remove(self._state)
+            self._status.stop()  # which fails where the terminal is gone
         return 1 if self._forced else 0
 
     def _start_logging(self) -> None:
@@ -107,11 +114,16 @@ class _Foreground:
                 self._forced = True
                 self._cluster.kill()
             return
-        self._stop.set()
+        self._begin_stop()
         self._status.update("finishing live requests; Ctrl-C once more ends them")
-        if self._console.is_terminal:
+        if self._console.is_terminal and number != signal.SIGHUP:  # which says that the terminal is gone
             self._status.start()
         log.info("stopping")
+
+    def _begin_stop(self) -> None:
+        self._stop.set()
+        if self._state.serving:
+            self._save(serving=False)  # for `restart`, which would stop services that live requests still need
 
     def _ready(self) -> None:
         self._status.stop()
@@ -147,7 +159,7 @@ class _Foreground:
                 print(line, flush=True)
         except BrokenPipeError:
             # `pagewire up | head`: nobody reads any more.
-            self._stop.set()
+            self._begin_stop()
         except (OSError, ValueError):
             # A full disk, or no such characters: the line is lost, and services are not to wait for the next one.
             pass

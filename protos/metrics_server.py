@@ -34,8 +34,10 @@ class MetricsServer:
         host, _, port = address.rpartition(":")
         try:
             self._server = _HttpServer((host.strip("[]"), int(port)), _Handler)
+        except OverflowError as error:
+            raise CannotListen(f"cannot listen on {address} for metrics: ports go from 0 to 65535") from error
         except OSError as error:
-            raise CannotListen(f"cannot listen on {address} for metrics: is another process using it?") from error
+            raise CannotListen(f"cannot listen on {address} for metrics: {error.strerror}") from error
         self._server.set_app(_only_metrics(make_wsgi_app(registry)))
         self.port: int = self._server.server_port
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()

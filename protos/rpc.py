@@ -169,13 +169,19 @@ def _answers(path: str) -> bool:
 def _obstacle(address: str) -> str:
     """Why an address can probably not be bound; gRPC does not say."""
     path = address.removeprefix("unix:")
+    host, _, port = address.rpartition(":")
     if path != address:
         if len(os.fsencode(path)) > _LONGEST_PATH:
             return f"a socket's path has {_LONGEST_PATH} bytes at most"
         if not os.path.isdir(os.path.dirname(path) or "."):
             return f"there is no folder {os.path.dirname(path)}"
-    elif not address.rpartition(":")[2].isdigit():
+    elif not port.isdecimal():
         return "write HOST:PORT or unix:PATH"
+    else:
+        try:
+            socket.getaddrinfo(host.strip("[]") or None, port)
+        except (OSError, UnicodeError):
+            return "its host is not known"
     return "is another process using it?"
 
 
@@ -251,9 +257,9 @@ class Server:
         if address.startswith("unix:"):
             if _answers(address.removeprefix("unix:")):
                 raise CannotListen(f"cannot listen on {address}: another process does")
-        elif (port := address.rpartition(":")[2]).isdigit() and int(port) > _LAST_PORT:
+        elif (port := address.rpartition(":")[2]).removeprefix("-").isdecimal() and not 0 <= int(port) <= _LAST_PORT:
             # gRPC would take the rest of a division.
-            raise CannotListen(f"cannot listen on {address}: the last port is {_LAST_PORT}")
+            raise CannotListen(f"cannot listen on {address}: ports go from 0 to {_LAST_PORT}")
         try:
             if tls is None:
                 return self._server.add_insecure_port(address)

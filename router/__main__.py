@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from protos import process, telemetry
+from protos.errors import CannotListen
 from protos.pagewire.v1 import generation_pb2, introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from protos.pagewire.v1.introspection_pb2_grpc import add_IntrospectionServiceServicer_to_server
@@ -38,7 +39,11 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
     metrics = telemetry.serve_metrics(settings, metrics_of(schedulers, calls), schedulers.labels, calls)
     await servers[0].start(*settings.listen.split(","), tls=settings.server_tls)
     if settings.admin_listen is not None:
-        await servers[1].start(settings.admin_listen)
+        try:
+            await servers[1].start(settings.admin_listen)
+        except CannotListen:
+            await servers[0].stop(0)
+            raise
     log.info("listening", extra={"address": settings.listen, "scheduler": settings.scheduler})
     tasks = [asyncio.create_task(schedulers.run()), asyncio.create_task(_mirror_health(schedulers, servers, changed))]
     if settings.heartbeat_s:

@@ -5,6 +5,7 @@ that was recorded, or it depends on something that no call tells it.
 """
 
 import argparse
+import os
 import sys
 import traceback
 from collections import Counter
@@ -25,6 +26,10 @@ from scheduler.sequence import SequenceGroup
 _NUM_ROWS = 32
 
 
+class NoSuchRequest(Exception):
+    """The request whose story was asked for is not in the record."""
+
+
 def replay(file: BinaryIO, *, check: bool = False, request_id: str | None = None) -> int:
     """Replays a record, and prints what there is to say; gives the exit status: 0 if all is as it was, else 1.
 
@@ -35,16 +40,19 @@ def replay(file: BinaryIO, *, check: bool = False, request_id: str | None = None
 
     Raises:
         NotReplayable: it is no record, or is damaged.
+        NoSuchRequest: `request_id` is not in it; all else has been said.
     """
     replayer = Replayer(file)
     core = replayer.core
     print(*_about(replayer), sep="\n")
     totals: Counter[str] = Counter()
     failed: Call | None = None
+    is_told = request_id is None
     for call in replayer.calls():
         totals.update(_figures(call))
         for group, event in _events(call) if request_id is not None else ():
             if group.request_id == request_id:
+                is_told = True
                 print(f"{call.now:8.3f} s  step {core.num_steps}: {event}")
         if call.ended and call.digest != call.then:
             print(*_difference(call, core.num_steps), sep="\n")
@@ -59,6 +67,8 @@ def replay(file: BinaryIO, *, check: bool = False, request_id: str | None = None
     if failed is not None:
         print(*_failure(failed), sep="\n")
     print("result    every decision is the same" + ("; the last line of the record is cut off" if replayer.cut else ""))
+    if not is_told:
+        raise NoSuchRequest(f"no request {request_id!r} in this record")
     return 0
 
 
@@ -177,14 +187,28 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="check the core's invariants after each call")
     parser.add_argument("--request", metavar="ID", help="tell the story of one request")
     arguments = parser.parse_args()
+    status = 2
     try:
-        with arguments.file.open("rb") as file:
-            sys.exit(replay(file, check=arguments.check, request_id=arguments.request))
+        try:
+            with _opened(arguments.file) as file:
+                status = replay(file, check=arguments.check, request_id=arguments.request)
+        except (NotReplayable, NoSuchRequest) as error:
+            print(f"{parser.prog}: {arguments.file}: {error}", file=sys.stderr)
+        sys.stdout.flush()
+    except OSError as error:  # of standard output, which may well be read to its first lines only
+        if not isinstance(error, BrokenPipeError):
+            print(f"{parser.prog}: standard output: {error.strerror}", file=sys.stderr)
+        # What is left to write would fail again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 2
+    sys.exit(status)
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
     except OSError as error:
-        print(f"{parser.prog}: {arguments.file}: {error.strerror}", file=sys.stderr)
-    except NotReplayable as error:
-        print(f"{parser.prog}: {arguments.file}: {error}", file=sys.stderr)
-    sys.exit(2)
+        raise NotReplayable(error.strerror) from error
 
 
 if __name__ == "__main__":

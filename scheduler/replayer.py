@@ -14,7 +14,7 @@ _HEAD_BYTES = 1 << 16
 
 
 class NotReplayable(Exception):
-    """The file is no record, is damaged, or is of another version; the message says which."""
+    """The file is no record, can not be read, is damaged, or is of another version; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Replayer:
 
     def _read(self) -> bytes | None:
         """The next line; None at the end."""
-        line = self._file.readline()
+        line = _next_line(self._file)
         if not line.endswith(b"\n"):
             self.cut = self.cut or bool(line)
             return None
@@ -128,8 +128,15 @@ class Replayer:
         return NotReplayable(f"line {self._line} is damaged: {why}")
 
 
+def _next_line(file: BinaryIO, num_bytes: int = -1) -> bytes:
+    try:
+        return file.readline(num_bytes)
+    except OSError as error:
+        raise NotReplayable(f"it can not be read: {error.strerror}") from error
+
+
 def _head(file: BinaryIO) -> dict[str, Any]:
-    line = file.readline(_HEAD_BYTES)
+    line = _next_line(file, _HEAD_BYTES)
     if not line:
         raise NotReplayable("it is empty: the scheduler that was to write it had no worker yet, or no room on the disk")
     try:

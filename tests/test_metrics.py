@@ -268,8 +268,17 @@ def empty() -> Exporter:
 async def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(CannotListen, match=f"cannot listen on {address} for metrics"):
+        with pytest.raises(CannotListen, match=f"cannot listen on {address} for metrics: Address already in use"):
             MetricsServer(address, empty())
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("127.0.0.1:99999", "ports go from 0 to 65535"), ("nobody.invalid:1", "(?!.*process)")],
+)
+def test_an_address_for_metrics_that_can_not_be_bound_is_named_with_what_is_wrong(address, words):
+    with pytest.raises(CannotListen, match=f"cannot listen on {address} for metrics: {words}"):
+        MetricsServer(address, empty())
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])

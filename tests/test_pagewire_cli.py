@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from datetime import datetime
 
 import pytest
@@ -186,6 +187,17 @@ def test_a_refusal_is_one_line_and_status_1(run, fake, refusal, line):
     assert (shown.exit_code, shown.stderr) == (1, line)
 
 
+@pytest.mark.parametrize("command", [("generate", "Hi"), ("chat",)])
+def test_an_error_behind_text_begins_a_line_of_its_own(run, fake, command):
+    def script(request):
+        yield delta("get_metrics")
+        raise invalid_argument([Violation("text", "no more")])
+
+    fake.script = script
+    shown = run(*command, stdin="Hi\n")
+    assert (shown.exit_code, shown.stdout, shown.stderr) == (1, "get_metrics\n", "error: text: no more\n")
+
+
 def test_no_server_is_one_line_that_says_how_to_start_one():
     shown = CliRunner().invoke(app, ["generate", "Hi", "--target", "127.0.0.1:1"])
     assert shown.exit_code == 1
@@ -230,6 +242,21 @@ def test_health_is_an_exit_status(target):
     assert (unknown.exit_code, unknown.stdout) == (1, "no service 'x.Y'\n")
     nobody = CliRunner().invoke(app, ["health", "unix:/no/such/socket"])
     assert (nobody.exit_code, nobody.stdout) == (1, "no answer (UNAVAILABLE)\n")
+
+
+@pytest.mark.parametrize("timeout", ["inf", "1e10", "1e300"])
+def test_health_may_take_as_long_as_one_likes(target, timeout):
+    assert CliRunner().invoke(app, ["health", target, "--timeout", timeout]).stdout == "SERVING\n"
+
+
+def test_health_waits_for_a_number_of_seconds(target):
+    shown = CliRunner().invoke(app, ["health", target, "--timeout", "nan"])
+    assert (shown.exit_code, "--timeout: must be a number" in shown.stderr) == (2, True)
+
+
+def test_health_asks_the_server_that_the_environment_names(target, monkeypatch):
+    monkeypatch.setenv("PAGEWIRE_CLIENT_TARGET", target)
+    assert CliRunner().invoke(app, ["health"]).stdout == "SERVING\n"
 
 
 def test_model_prints_a_folder(tmp_path):
@@ -366,7 +393,11 @@ def test_bench_ends_with_the_error_of_a_request(run, fake, tmp_path):
     [
         ("[]", "w1", "is no workload"),
         ("{", "w1", "is no workload"),
-        ('{"w1": [[{"ids": []}]]}', "w1", "lacks one of gap, ids, max_tokens"),
+        ('{"w1": [[{"ids": []}]]}', "w1", "a request of w1 is not like"),
+        ('{"w1": [[{"ids": [1], "max_tokens": "4", "gap": 0}]]}', "w1", 'not like {"ids": [...], "max_tokens": N'),
+        ('{"w4": [[{"ids": [1], "max_tokens": 4, "gap": null}]]}', "w4", '"gap": null}'),
+        ('{"w4": [[{"ids": [1], "max_tokens": 4, "gap": Infinity}]]}', "w4", '"gap": Infinity}'),
+        ('{"w1": [[]]}', "w1", "a variant of w1 has no request"),
         (json.dumps(workload()), "w9", "no test 'w9'; it has w1, w4"),
     ],
 )
@@ -374,6 +405,18 @@ def test_a_workload_that_cannot_be_played_is_one_line(run, tmp_path, text, tests
     (tmp_path / "w.json").write_text(text)
     shown = run("bench", "--workload", str(tmp_path / "w.json"), "--tests", tests)
     assert (shown.exit_code, words in shown.stderr) == (1, True), shown.stderr
+    assert shown.stderr.count("\n") == 1
+
+
+def test_a_folder_for_figures_and_a_process_that_is_not_there_are_errors_before_anything_is_played(run, fake, tmp_path):
+    (tmp_path / "w.json").write_text(json.dumps(workload()))
+    shown = run("bench", "--workload", str(tmp_path / "w.json"), "--json", str(tmp_path))
+    assert (shown.exit_code, "--json" in shown.stderr) == (2, True), shown.stderr
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    shown = run("bench", "--workload", str(tmp_path / "w.json"), "--memory-of", str(ended.pid))
+    assert (shown.exit_code, shown.stderr) == (1, f"error: --memory-of {ended.pid}: there is no such process\n")
+    assert not fake.requests
 
 
 def test_a_file_for_figures_that_can_not_be_written_is_an_error_before_anything_is_played(run, fake, tmp_path):

@@ -113,6 +113,12 @@ def test_a_value_that_fits_no_field_is_an_invalid_request_naming_it(prompt, opti
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
+@pytest.mark.parametrize("prompt", ["\ud800", [{"role": "user", "content": "\ud800"}]], ids=["text", "chat"])
+def test_text_that_is_no_utf_8_is_refused_as_such(prompt):
+    with pytest.raises(errors.InvalidRequest, match=r"(text|chat.messages\[0\]): cannot be .*surrogates not allowed"):
+        generate_request(prompt, {})
+
+
 def test_a_conversation_without_a_message_is_not_taken_for_token_ids(client, fake):
     for ask in (client.chat, client.stream_chat):
         with pytest.raises(errors.InvalidRequest) as caught:

@@ -1,6 +1,7 @@
 """The local cluster, with small stand-ins for the services: start, restart, end in order, and every way to fail."""
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import io
@@ -10,12 +11,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pagewire_fakes
 import pytest
-from authority import Authority
+from authority import Authority, replace
 from rich.console import Console
 
 from pagewire import background, cluster, health, state
@@ -25,6 +29,7 @@ from pagewire.launch import LaunchOptions, Setting, check_free, free_port, servi
 from pagewire.processes import environment, module_command, start_ticks, uptime_s, with_descendants
 from pagewire.restart import restart
 from pagewire.up import _Foreground
+from protos.tls import ServerTls
 
 FAKES = pagewire_fakes.__file__
 NAMES = ("worker", "scheduler", "router")
@@ -56,6 +61,7 @@ class Trial:
         start_within_s: float = WAIT_S,
         probe_s: float = 5.0,
         starts_behind: dict[str, str] | None = None,
+        access: Access = Access(),  # noqa: B008
         **options: str,
     ) -> None:
         self.journal = folder / "journal"
@@ -71,7 +77,9 @@ class Trial:
             command = [sys.executable, FAKES, name, "--listen", address, "--journal", str(self.journal)]
             command += options.get(name, "").split()
             behind = (starts_behind or {}).get(name, "")
-            chain.append(ServiceProcess(name, tuple(command), address, stop_within_s, peers=name, starts_behind=behind))
+            inside = access if name == "router" else Access()
+            each = ServiceProcess(name, tuple(command), address, stop_within_s, inside, name, starts_behind=behind)
+            chain.append(each)
         self.cluster = Cluster(
             chain,
             on_line=lambda name, line: self.lines.append(line),
@@ -210,6 +218,45 @@ async def test_a_service_that_was_told_to_stop_and_does_not_is_killed_when_its_t
     assert "worker has left 6 health checks in a row without an answer" in caplog.text
 
 
+async def test_a_service_that_does_not_let_the_launcher_in_goes_on_and_is_watched_as_soon_as_it_does(
+    folder, tmp_path, monkeypatch, caplog
+):
+    async def checks(num: int) -> None:
+        end = num_checks[router] + num
+        async with asyncio.timeout(WAIT_S):
+            while num_checks[router] < end:
+                await asyncio.sleep(0.01)
+
+    def counted(address: str, **options) -> str:
+        num_checks[address] += 1
+        return check(address, **options)
+
+    check, num_checks, router = health.check, Counter(), f"unix:{folder}/router.sock"
+    monkeypatch.setattr(health, "check", counted)
+    authority = Authority(tmp_path)
+    certificate, key = authority.issue()
+    tls = {"router": f"--tls-certificate {certificate} --tls-key {key}", "access": Access(ca=authority.ca)}
+    # Without connections it may go on for two checks.
+    trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=0.01), stop_within_s=1.0, probe_s=0.5, **tls)
+    run = asyncio.create_task(trial.run())
+    await asyncio.wait_for(trial.ready.wait(), WAIT_S)
+    pid, trusted = trial.pids["router"], authority.ca.read_bytes()
+    replace(authority.ca, Authority(tmp_path).ca.read_bytes())
+    await checks(5)
+    authority.ca.unlink()
+    await checks(5)
+    assert trial.pids["router"] == pid
+    assert caplog.text.count("router can not be asked for its health") == 1
+    replace(authority.ca, trusted)
+    await checks(2)
+    trial.restarted.clear()
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.wait_for(trial.restarted.wait(), WAIT_S)
+    assert "router has left 3 health checks in a row without an answer" in caplog.text
+    trial.stop.set()
+    await run
+
+
 async def test_a_usage_error_ends_the_start_with_its_message(folder):
     trial = Trial(folder, worker="--bad-option")
     with pytest.raises(LaunchError, match=r"worker ended with status 2 before it was ready\n(.*\n)*.*--bad-option"):
@@ -330,6 +377,31 @@ def test_a_router_without_tls_that_would_be_asked_by_tls_is_an_error_before_anyt
         LaunchOptions("/m", access=Access(tls=True))
 
 
+INNER_TLS = [
+    "worker.tls-certificate",
+    "scheduler.tls_certificate",
+    "scheduler.worker-tls-ca",
+    "router.scheduler-tls-ca",
+]
+
+
+@pytest.mark.parametrize("name", INNER_TLS)
+def test_tls_between_services_behind_the_router_is_refused_however_it_is_told(name, monkeypatch):
+    refusal = f"{name.replace('_', '-')}: leave it out; .* Unix sockets"
+    with pytest.raises(LaunchError, match=refusal):
+        LaunchOptions("/m", settings=(Setting.parse(f"{name}=/c.pem"),))
+    monkeypatch.setenv(f"PAGEWIRE_{re.sub('[.-]', '_', name).upper()}", "/c.pem")
+    with pytest.raises(LaunchError, match=refusal):
+        LaunchOptions("/m")
+
+
+@pytest.mark.parametrize("variable", ["PAGEWIRE_WORKER_SELFTEST", "PAGEWIRE_ROUTER_SHARE_PORT"])
+def test_what_is_the_launchers_to_say_is_refused_in_the_environment_too(variable, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(LaunchError, match=rf"{variable}: `pagewire up` gives this option itself; (run|say) "):
+        LaunchOptions("/m")
+
+
 def test_services_behind_the_router_wait_for_nobody_when_they_stop_unless_they_are_told_to():
     options = LaunchOptions("/m", settings=(Setting.parse("scheduler.drain-grace-s=5"),))
     worker, scheduler, router = services(options, "/d")
@@ -432,7 +504,13 @@ def test_a_cluster_behind_tls_is_started_and_shown_by_who_trusts_it(num, home, p
     assert shown.returncode == 0
     assert shown.stdout.count("SERVING") == 3 * num + 1, "all processes, and where it listens"
     assert [name for name in state.load(port).addresses if name not in shown.stdout] == []
-    assert pagewire("status", "--port", port).returncode == 1
+    locked_out = pagewire("status", "--port", port)
+    assert (locked_out.returncode, "(UNAVAILABLE); --ca FILE or --tls" in locked_out.stdout) == (1, True)
+    pids = state.load(port).service_pids
+    refused = pagewire("restart", "router", "--port", port)
+    assert (refused.returncode, state.load(port).service_pids) == (1, pids)
+    assert "no router tells its health: no answer (UNAVAILABLE); --ca FILE or --tls" in refused.stderr
+    assert pagewire("--ca", authority.ca, "restart", "router", "--port", port).returncode == 0
     assert pagewire("down", "--port", port).returncode == 0
 
 
@@ -480,10 +558,7 @@ def test_a_restart_says_what_it_waited_for_in_vain(home):
 
     with pytest.raises(LaunchError, match="nothing runs on port 1; `pagewire up` starts a cluster"):
         attempt()
-    with subprocess.Popen(["sleep", "99"]) as process:
-        me, pids, addresses = os.getpid(), {"worker": process.pid}, {"worker": f"unix:{home}/nobody"}
-        alone = state.ClusterState(me, start_ticks(me), 1, "", "", str(home / "gone"), None, 1.0, addresses, pids, True)
-        state.save(alone)
+    with worker_alone(home) as (process, alone):
         with pytest.raises(
             LaunchError, match=rf"--timeout is over, .* waited for worker \(pid {process.pid}\) to stop"
         ):
@@ -492,6 +567,46 @@ def test_a_restart_says_what_it_waited_for_in_vain(home):
         state.save(dataclasses.replace(alone, serving=False))
         with pytest.raises(LaunchError, match="the cluster does not serve yet"):
             attempt()
+
+
+@contextlib.contextmanager
+def worker_alone(home: Path, tls: ServerTls | None = None) -> Iterator[tuple[subprocess.Popen, state.ClusterState]]:
+    """The state of a cluster with a process and a router that serves, of which this process is the launcher."""
+    fake = pagewire_fakes.FakeGeneration()
+    with pagewire_fakes.serving(fake, tls=tls) as router, subprocess.Popen(["sleep", "99"]) as process:
+        me, pids, addresses = os.getpid(), {"worker": process.pid}, {"worker": f"unix:{home}/nobody", "router": router}
+        alone = state.ClusterState(me, start_ticks(me), 1, "", "", str(home / "gone"), None, 1.0, addresses, pids, True)
+        state.save(alone)
+        try:
+            yield process, alone
+        finally:
+            process.kill()
+
+
+def test_a_restart_that_does_not_get_in_stops_nothing(home):
+    authority = Authority(home)
+    with worker_alone(home, authority.server()) as (process, _):
+        for access, words in (
+            (Access(), r"no answer \(UNAVAILABLE\); --ca FILE or --tls, before the command"),
+            (Access(ca=Authority(home).ca), "not let in by TLS; .* look at --ca"),
+        ):
+            with pytest.raises(LaunchError, match=f"no router tells its health: {words}"):
+                restart(1, ["worker"], Console(), access, timeout_s=WAIT_S)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_a_restart_ends_with_the_stop_of_the_cluster(home):
+    def stop_the_cluster() -> None:
+        process.wait()
+        state.save(dataclasses.replace(alone, serving=False))
+
+    with worker_alone(home) as (process, alone):
+        stopper = threading.Thread(target=stop_the_cluster)
+        stopper.start()
+        with pytest.raises(LaunchError, match="the cluster was told to stop while this waited for worker"):
+            restart(1, ["worker"], Console(), Access(), timeout_s=WAIT_S)
+        stopper.join()
 
 
 def test_a_restart_that_ends_the_cluster_says_why(home, port):
@@ -503,9 +618,11 @@ def test_a_restart_that_ends_the_cluster_says_why(home, port):
     assert "half an update" in shown.stderr
 
 
-def started(home: Path, port: int, *arguments: str) -> tuple[subprocess.Popen, state.ClusterState]:
-    """`pagewire up` in the foreground, once it serves."""
-    command = module_command("pagewire", ["up", "--model", str(home), "--port", str(port), *arguments])
+def started(
+    home: Path, port: int, *arguments: str, under: tuple[str, ...] = ()
+) -> tuple[subprocess.Popen, state.ClusterState]:
+    """`pagewire up` in the foreground, once it serves; `under` another command, which becomes it."""
+    command = (*under, *module_command("pagewire", ["up", "--model", str(home), "--port", str(port), *arguments]))
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return process, wait_for(lambda: (now := state.load(port)) and now.serving and now, "serving")
 
@@ -519,6 +636,33 @@ def test_ctrl_c_drains_and_ends_with_status_0(home, port):
     assert (home / "journal").read_text().splitlines()[-1] == "router stop"
     assert not Path(running.directory).exists()
     assert state.load(port) is None
+
+
+def test_the_end_of_the_terminal_drains(home, port):
+    process, running = started(home, port, "--set", f"router.journal={home}/journal")
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    assert (home / "journal").read_text().splitlines()[-1] == "router stop"
+    assert not Path(running.directory).exists()
+    assert state.load(port) is None
+
+
+def test_under_nohup_the_end_of_the_terminal_does_not_matter(home, port):
+    process, _ = started(home, port, under=("nohup",))
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, "the first signal that says to stop was Ctrl-C; a second one would have forced it"
+
+
+def test_sockets_lie_in_tmp_where_the_path_of_another_folder_can_not_stand_in_a_list(home, folder, port, monkeypatch):
+    (folder / "a, b").mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder / "a, b"))
+    process, running = started(home, port)
+    assert Path(running.directory).parent == Path("/tmp")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(WAIT_S) == 0
 
 
 def arguments_of(pid: int) -> list[str]:
@@ -598,6 +742,17 @@ def test_a_cluster_that_is_stopped_again_while_it_drains_goes_on_draining(home, 
     assert process.returncode == 0
     assert (home / "journal").read_text().count("stop") == 1
     assert all(start_ticks(pid) is None for pid in running.service_pids.values())
+
+
+def test_a_cluster_that_drains_is_not_restarted(home, port):
+    process, running = started(home, port, "--set", "router.stubborn=true", "--set", f"router.journal={home}/journal")
+    process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "stop" in (home / "journal").read_text(), "the router knows")
+    refused = pagewire("restart", "worker", "--port", port)
+    assert (refused.returncode, "is being stopped" in refused.stderr) == (1, True)
+    assert state.load(port).service_pids == running.service_pids
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=WAIT_S)
 
 
 class FullDisk(io.StringIO):

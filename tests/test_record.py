@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from scheduler.block_manager import BlockManager
 from scheduler.policy import Policy
 from scheduler.record import INPUTS
 from scheduler.recorder import Recorder
-from scheduler.replay import replay
+from scheduler.replay import NoSuchRequest, replay
 from scheduler.replayer import NotReplayable, Replayer
 from scheduler.scheduler import Scheduler
 
@@ -106,6 +107,14 @@ def test_a_record_tells_what_was_decided_and_that_it_is_the_same(capsys):
     assert "step 5: sequence 0 FINISHED_LENGTH_CAPPED with 5 tokens of output" in told
     assert "schedule=5 tokens_computed=24 update=5 tokens_sampled=11 preempted=1" in told
     assert told.endswith("result    every decision is the same\n")
+
+
+def test_a_request_that_is_not_in_the_record_is_an_error_after_all_else_was_told(capsys):
+    disk = Disk()
+    some_service(disk)
+    with pytest.raises(NoSuchRequest, match="no request 'nope' in this record"):
+        replayed(disk.getvalue(), request_id="nope")
+    assert capsys.readouterr().out.endswith("result    every decision is the same\n")
 
 
 @pytest.mark.parametrize(
@@ -247,6 +256,32 @@ def test_a_damaged_line_is_named(line, words):
         replayed(disk.getvalue() + line + b"\n")
 
 
+class Unreadable(io.BytesIO):
+    def readline(self, num_bytes: int | None = -1) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_file_that_can_not_be_read_is_refused():
+    with pytest.raises(NotReplayable, match="Input/output error"):
+        Replayer(Unreadable())
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [("a closed pipe", ""), ("/dev/full", "pagewire replay: standard output: No space left on device\n")],
+)
+def test_what_is_told_and_can_not_be_written_is_no_fault_of_the_record(output, words, tmp_path):
+    disk = Disk()
+    some_service(disk)
+    (tmp_path / "record").write_bytes(disk.getvalue())
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") if output == "a closed pipe" else open(output, "wb") as stdout:
+        command = [sys.executable, "-m", "scheduler.replay", str(tmp_path / "record")]
+        ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (2, words)
+
+
 def pagewire_replay(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pagewire", "replay", str(path), *options]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -280,4 +315,7 @@ def test_a_killed_scheduler_leaves_a_record_and_a_full_disk_does_not_keep_the_ne
         running.wait_for_serving(port)
         assert complete(port, 1) == texts[0]
         assert running.scheduler.log.read_text().count("--record: the record ends here, and serving goes on") == 1
+    unknown = pagewire_replay(path, "--request", "nope")
+    told = f"pagewire replay: {path}: no request 'nope' in this record\n"
+    assert (unknown.returncode, unknown.stderr) == (2, told)
     assert pagewire_replay(tmp_path).returncode == 2

@@ -247,16 +247,16 @@ def test_a_call_that_is_made_again_waits_for_the_end_of_the_one_before(ask):
             ask(client)
 
 
-def test_who_waits_for_long_is_told_why(monkeypatch, caplog):
+def test_who_waits_for_long_is_told_why_once_in_each_pause(monkeypatch, caplog):
     fake = FakeGeneration()
     fake.script = breaking([first("a")], [], [last(first("b"))])
     with serving(fake) as target, Client(target) as client:
         assert streamed(client) == "ab"
         assert caplog.messages == [], "pauses of a moment are nobody's concern"
         monkeypatch.setattr(resumption, "_TOLD_OF_S", 0.0)
-        fake.script = breaking([first("a")], [last(first("b"))])
-        assert streamed(client) == "ab"
-    assert caplog.messages == ["no answer (this router shut down); trying again in 0.0 s"]
+        fake.script = breaking([first("a")], [], [], [first("b")], [last(first("c"))])
+        assert streamed(client) == "abc"
+    assert caplog.messages == ["no answer (this router shut down); trying again for a while"] * 2
 
 
 async def test_an_asynchronous_call_of_one_answer_is_made_again_too():

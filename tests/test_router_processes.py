@@ -153,3 +153,11 @@ def test_of_two_routers_that_were_launched_one_is_killed_and_comes_back_while_th
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=30)
         assert process.returncode == 0, output
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", ":abc", "nobody.invalid:53001"])
+def test_a_router_whose_admin_address_can_not_be_bound_ends_with_a_line_of_it(site, address):
+    arguments = command(site, f"unix:{site.directory}/refused", "--admin-listen", address, "--log-level", "warning")
+    ended = subprocess.run([sys.executable, "-m", "router", *arguments], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (1, False), ended.stderr
+    assert f"cannot listen on {address}: " in ended.stderr.splitlines()[-1], "gRPC may have written one before"

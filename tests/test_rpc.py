@@ -343,7 +343,9 @@ async def test_a_client_at_a_unix_socket_writes_no_pings_behind_what_it_receives
     ("address", "words"),
     [
         ("nonsense", "write HOST:PORT or unix:PATH"),
-        ("127.0.0.1:99999", "the last port is 65535"),
+        ("127.0.0.1:99999", "ports go from 0 to 65535"),
+        ("127.0.0.1:-1", "ports go from 0 to 65535"),
+        ("nobody.invalid:53001", "its host is not known"),
         ("unix:/no/such/folder/s", "there is no folder /no/such/folder"),
         (f"unix:/tmp/{'s' * 120}", "a socket's path has 107 bytes at most"),
     ],

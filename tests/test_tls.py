@@ -11,6 +11,8 @@ from fakes import FakeWorker, control_plane, request
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_fakes import FakeScheduler, router_alone, start_scheduler
 
+from pagewire import health
+from pagewire.access import Access
 from pagewire.launch import free_port
 from protos.pagewire.v1 import introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
@@ -36,9 +38,9 @@ async def serve():
     """Starts servers without services, and stops them at the end."""
     servers = []
 
-    async def start(tls: ServerTls | None) -> int:
+    async def start(tls: ServerTls | None, address: str = "127.0.0.1:0") -> int:
         servers.append(Server([]))
-        return await servers[-1].start("127.0.0.1:0", tls=tls)
+        return await servers[-1].start(address, tls=tls)
 
     yield start
     for server in servers:
@@ -66,6 +68,28 @@ async def test_with_a_client_ca_nobody_gets_through_without_a_certificate_of_it(
             with pytest.raises(grpc.aio.AioRpcError) as info:
                 await health_of(channel)
             assert info.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_health_check_tells_a_server_that_does_not_let_it_in_from_nobody(authority, serve, tmp_path):
+    tls = authority.server()
+    port, unnamed, plain = await serve(tls), await serve(tls, "127.0.0.2:0"), await serve(None)
+    mutual = await serve(ServerTls(tls.certificate, tls.key, authority.ca))
+
+    async def said(address: str, **access: object) -> str:
+        return await asyncio.to_thread(health.check, address, "liveness", 10, Access(**{"ca": authority.ca} | access))
+
+    assert await said(f"127.0.0.1:{port}") == health.SERVING
+    stranger = dict(zip(("certificate", "key"), Authority(tmp_path).issue("mallory"), strict=True))
+    for answer in (
+        await said(f"127.0.0.1:{port}", ca=Authority(tmp_path).ca),
+        await said(f"127.0.0.2:{unnamed}"),
+        await said(f"127.0.0.1:{plain}"),
+        await said(f"127.0.0.1:{mutual}"),
+        await said(f"127.0.0.1:{mutual}", **stranger),
+    ):
+        assert answer.startswith(health.NOT_LET_IN)
+    for nobody in (f"127.0.0.1:{free_port()}", f"unix:{tmp_path}/nobody"):
+        assert await said(nobody) == "no answer (UNAVAILABLE)"
 
 
 async def test_new_connections_see_a_new_certificate(authority, serve):
