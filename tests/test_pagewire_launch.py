@@ -639,7 +639,9 @@ def test_ctrl_c_drains_and_ends_with_status_0(home, port):
 
 
 def test_the_end_of_the_terminal_drains(home, port):
-    process, running = started(home, port, "--set", f"router.journal={home}/journal")
+    # Also where these tests themselves run under nohup.
+    heeded = ("env", "--default-signal=HUP")
+    process, running = started(home, port, "--set", f"router.journal={home}/journal", under=heeded)
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=WAIT_S)
     assert process.returncode == 0
