@@ -10,6 +10,13 @@ from pagewire.errors import PagewireError
 from protos.tls import ClientTls, TlsError
 
 DEFAULT_TARGET = "127.0.0.1:50051"
+# Some thirty years. gRPC counts nanoseconds in 64 bits, and takes a timeout that does not fit for passed.
+_ENDLESS_S = 1e9
+
+
+def as_grpc_takes(timeout_s: float | None) -> float | None:
+    """A timeout of a call; one so long that gRPC can not count it is none."""
+    return None if timeout_s is None or timeout_s >= _ENDLESS_S else timeout_s
 
 
 class AccessError(PagewireError):

@@ -3,7 +3,7 @@
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagewire.access import Access
+from pagewire.access import Access, as_grpc_takes
 
 SERVING = "SERVING"
 # How a sentence begins where nobody answers; the whole of it for one who has the connection and does nothing with it.
@@ -13,9 +13,6 @@ SILENT = f"{NO_ANSWER} (DEADLINE_EXCEEDED)"
 NOT_LET_IN = "not let in by TLS"
 # gRPC then says one of these: it does not trust the server, or not for that name, or the server does not trust us.
 _DISTRUST = ("handshake failed", "verification check failed", "socket closed")
-# A timeout of so many seconds, some thirty years, is none: gRPC counts nanoseconds in 64 bits, and takes one that does
-# not fit for passed.
-_ENDLESS_S = 1e9
 _OPEN = Access()
 
 
@@ -25,14 +22,13 @@ def check(target: str, service: str = "", timeout_s: float = 2.0, access: Access
     Args:
         target: "host:port" or "unix:/path".
         service: a full name like "pagewire.v1.GenerationService"; "" for the whole server.
-        timeout_s: bounds the wait for a connection and an answer; from `_ENDLESS_S` on nothing does.
+        timeout_s: bounds the wait for a connection and an answer; nothing does if it is infinite.
         access: TLS, if the server wants it.
     """
     with access.channel(target, [("grpc.enable_http_proxy", 0)]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            bound_s = None if timeout_s >= _ENDLESS_S else timeout_s
-            response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=bound_s)
+            response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=as_grpc_takes(timeout_s))
         except grpc.RpcError as error:
             code, why = error.code(), (error.details() or "").rpartition("last error: ")[2]
             if code is grpc.StatusCode.NOT_FOUND:

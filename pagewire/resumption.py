@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from pagewire.access import as_grpc_takes
 from pagewire.errors import RequestError
 from pagewire.results import Delta, Transcript
 from protos.pagewire.v1 import generation_pb2 as pb
@@ -33,9 +34,6 @@ _TAKEN_OVER = "TAKEN_OVER"
 _NOT_YET = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
 # Of a pause this long, in seconds, whoever waits is told, once until the call goes on.
 _TOLD_OF_S = 1.0
-# A timeout of so many seconds, some thirty years, is none: gRPC counts nanoseconds in 64 bits, and takes one that does
-# not fit for passed.
-_ENDLESS_S = 1e9
 log = logging.getLogger(__name__)
 
 
@@ -63,7 +61,8 @@ class Attempts:
 
     def __init__(self, timeout: float | None, connection: Connection) -> None:
         self.broken_by: RequestError | None = None
-        self._deadline = None if timeout is None or timeout >= _ENDLESS_S else time.monotonic() + timeout
+        timeout = as_grpc_takes(timeout)
+        self._deadline = None if timeout is None else time.monotonic() + timeout
         self._connection = connection
         self._num_attempts = 0
         self._told = False
