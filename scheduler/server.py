@@ -197,14 +197,15 @@ class SessionService:
 
     def _submit(self, session: RouterSession, outbox: Outbox, submit: pb.Submit) -> None:
         known = self._sessions.find(submit.request_id)
-        if known is not None and _takes_over(known, submit):
-            known = self._adopt(known, session, submit)
-        elif known is not None and known.session.outbox is None and not submit.HasField("continuation"):
-            known = None  # of a router that is away, perhaps for ever; its client may be who asks again now
-        elif known is not None and (known.session is not session or known.handle != submit.handle):
-            message = f"request id {submit.request_id!r} is in use by a live request"
-            in_use = Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
-            return _reject(outbox, submit.handle, in_use)
+        if known is not None and (known.session, known.handle) != (session, submit.handle):
+            if _takes_over(known, submit):
+                known = self._adopt(known, session, submit)
+            elif known.session.outbox is None and not submit.HasField("continuation"):
+                known = None  # of a router that is away, perhaps for ever; its client may be who asks again now
+            else:
+                message = f"request id {submit.request_id!r} is in use by a live request"
+                in_use = Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
+                return _reject(outbox, submit.handle, in_use)
         if known is None and submit.handle not in session.tickets:
             if self._draining:
                 return _reject(outbox, submit.handle, unavailable("DRAINING", "the scheduler is shutting down"))
@@ -269,7 +270,7 @@ class SessionService:
     def _cancel(self, session: RouterSession, handle: int) -> None:
         ticket = session.tickets.get(handle)
         if ticket is not None:
-            self._sessions.forget(ticket)
+            self._sessions.give_up(ticket)
             self._core().abort(ticket.group)
             self._loop.wake()
             log.info("request cancelled", extra={"request_id": ticket.group.request_id})

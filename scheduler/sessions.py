@@ -48,6 +48,8 @@ class Outbox:
         # handle -> log-probabilities of the prompt's tokens
         self._prompts: dict[int, Logprobs] = {}
         self._finished: list[pb.Finished] = []
+        # handle -> the error that its request ends in
+        self._rejected: dict[int, pb.Rejected] = {}
         self._closed = False
         self._filled = asyncio.Event()
 
@@ -98,12 +100,18 @@ class Outbox:
         self._finished.append(finished)
         self._filled.set()
 
+    def put_rejected(self, rejected: pb.Rejected) -> None:
+        """Queues the error that a live request ends in, behind its last tokens."""
+        self._rejected[rejected.handle] = rejected
+        self._filled.set()
+
     def drop(self, handle: int, num_sequences: int) -> None:
         """Forgets the output that waits of a request: who gives it up may send it again under the same handle."""
         for key in ((handle, index) for index in range(num_sequences)):
             self._rows.pop(key, None)
             self._logprobs.pop(key, None)
         self._prompts.pop(handle, None)
+        self._rejected.pop(handle, None)
         self._finished = [end for end in self._finished if end.handle != handle]
 
     async def take(self) -> pb.SessionResponse | None:
@@ -112,6 +120,8 @@ class Outbox:
             await self._filled.wait()
             if self._messages:
                 return self._messages.popleft()
+            if (rejected := self._take_rejected()) is not None:
+                return pb.SessionResponse(rejected=rejected)
             if self._rows or self._finished:
                 return self._take_outputs()
             if self._load is not None:
@@ -122,6 +132,14 @@ class Outbox:
             if self._closed:
                 return None
             self._filled.clear()
+
+    def _take_rejected(self) -> pb.Rejected | None:
+        """One of those whose requests have nothing more to tell."""
+        if not self._rejected:
+            return None
+        telling = {handle for handle, _ in self._rows}
+        handle = next((handle for handle in self._rejected if handle not in telling), None)
+        return None if handle is None else self._rejected.pop(handle)
 
     def _take_outputs(self) -> pb.SessionResponse:
         rows, logprobs, prompts = self._take_rows()
@@ -262,7 +280,7 @@ class Sessions:
         """Another call, of any router, has a request from now on, and is told of it from its first token."""
         del ticket.session.tickets[ticket.handle]
         if ticket.session.outbox is not None:
-            ticket.session.outbox.put(pb.SessionResponse(rejected=to_rejected(ticket.handle, taken_over())))
+            ticket.session.outbox.put_rejected(to_rejected(ticket.handle, taken_over()))
         ticket.session, ticket.handle = session, handle
         # Copies: the rows themselves may still wait for the router that had it.
         ticket.finished = [_of_handle(row, handle) for row in ticket.finished]
@@ -280,14 +298,17 @@ class Sessions:
             self.forget(self._ended.popleft()[1])
 
     def forget(self, ticket: Ticket) -> None:
-        """Drops a request with all traces."""
+        """Drops a request; what its router has still to be told of it is told."""
         self._release(ticket)
         # Another ticket may have the handle by now: a request that went elsewhere comes back under the same.
-        session, handle = ticket.session, ticket.handle
-        if session.tickets.get(handle) is ticket:
-            del session.tickets[handle]
-            if session.outbox is not None:
-                session.outbox.drop(handle, len(ticket.group.sequences))
+        if ticket.session.tickets.get(ticket.handle) is ticket:
+            del ticket.session.tickets[ticket.handle]
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Drops a request of a connected router with all traces."""
+        self.forget(ticket)
+        assert ticket.session.outbox is not None
+        ticket.session.outbox.drop(ticket.handle, len(ticket.group.sequences))
 
     def _release(self, ticket: Ticket) -> None:
         if self._by_number.pop(ticket.group.number, None) is not None:
@@ -336,7 +357,7 @@ class Sessions:
         """Queues the error that a request, whose group has ended, ends in."""
         ticket.rejected = to_rejected(ticket.handle, refusal)
         if ticket.session.outbox is not None:
-            ticket.session.outbox.put(pb.SessionResponse(rejected=ticket.rejected))
+            ticket.session.outbox.put_rejected(ticket.rejected)
         self.end(ticket, now)
 
     def resume(self, ticket: Ticket, num_tokens: "array[int]") -> None:
@@ -351,7 +372,7 @@ class Sessions:
         for row in ticket.finished:
             outbox.put_finished(row)
         if ticket.rejected is not None:
-            outbox.put(pb.SessionResponse(rejected=ticket.rejected))
+            outbox.put_rejected(ticket.rejected)
 
 
 def _of_handle(row: pb.Finished, handle: int) -> pb.Finished:

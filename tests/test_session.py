@@ -10,6 +10,7 @@ from scheduler_by_hand import make, submit
 
 from protos import session_pb2 as pb
 from protos.columns import pack, unpack
+from protos.errors import Refusal
 from protos.rpc import SESSION_PROTOCOL_VERSION, dial
 from protos.sampling_pb2 import Sampling
 from protos.session_pb2_grpc import SessionServiceStub
@@ -164,6 +165,19 @@ async def test_a_call_that_knows_the_seed_takes_a_live_request_over_and_is_told_
         assert (await router.next("rejected")).rejected.reason == "TAKEN_OVER"
         worker.gate.set()
         assert await other.tokens(150) == [scripted(0, index) for index in range(150)]
+
+
+async def test_a_call_that_asks_twice_to_take_a_request_over_has_it():
+    worker = FakeWorker()
+    async with plane_and_two_routers(worker) as (_, router, other):
+        worker.gate.clear()
+        await router.submit(max_tokens=20)
+        await router.next("accepted")
+        for _ in range(2):
+            await other.submit(8, max_tokens=20, adopt=True)
+            await other.next("accepted")
+        worker.gate.set()
+        assert await other.tokens(20) == [scripted(0, index) for index in range(20)]
 
 
 async def test_a_lease_begins_anew_with_each_request_that_is_taken_over(monkeypatch):
@@ -524,9 +538,35 @@ async def test_what_waits_of_a_request_is_not_told_once_its_router_has_given_it_
         tickets.add(session, handle, submit(core, 1))
         session.outbox.put_tokens(handle, sequence_with([7, 8]), 0)
         session.outbox.put_finished(pb.Finished(handle=handle))
-    tickets.forget(session.tickets[1])
+    tickets.give_up(session.tickets[1])
     outputs = (await session.outbox.take()).step_outputs
     assert (unpack(outputs.handles).tolist(), [end.handle for end in outputs.finished]) == ([2], [2])
+
+
+async def test_an_error_comes_behind_the_tokens_that_wait_for_a_slow_router(monkeypatch):
+    monkeypatch.setattr(sessions, "_MOST_ENTRIES", 3)
+    tickets, core = sessions.Sessions(lambda ticket: None, lambda ticket: None), make()
+    session = tickets.connect("router")
+    for handle in (1, 2):
+        tickets.add(session, handle, submit(core, 1))
+        session.outbox.put_tokens(handle, sequence_with([7, 8, 9]), 0)
+    refusal = Refusal(grpc.StatusCode.INTERNAL, "WORKER_LOST", "three workers died of it")
+    tickets.reject(session.tickets[2], refusal, now=0.0)
+    first, second, last = [await session.outbox.take() for _ in range(3)]
+    assert [unpack(message.step_outputs.handles).tolist() for message in (first, second)] == [[1], [2]]
+    assert last.rejected.handle == 2
+
+
+async def test_what_has_ended_long_ago_is_still_told_to_a_router_that_was_slow():
+    tickets, core = sessions.Sessions(lambda ticket: None, lambda ticket: None), make()
+    session = tickets.connect("router")
+    tickets.add(session, 1, submit(core, 1))
+    session.outbox.put_tokens(1, sequence_with([7, 8]), 0)
+    session.outbox.put_finished(pb.Finished(handle=1))
+    tickets.end(session.tickets[1], now=10.0)
+    tickets.purge(before=11.0)
+    outputs = (await session.outbox.take()).step_outputs
+    assert (unpack(outputs.handles).tolist(), [end.handle for end in outputs.finished]) == ([1], [1])
 
 
 def test_forgetting_a_request_leaves_another_one_alone_that_has_come_under_its_handle():
