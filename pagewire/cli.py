@@ -50,6 +50,12 @@ class Service(StrEnum):
     router = "router"
 
 
+def _as_number(value: float | None) -> float | None:
+    if value is not None and math.isnan(value):
+        raise typer.BadParameter("must be a number")
+    return value
+
+
 _EARLY_STOPPING: dict[str | None, Any] = {None: None, "true": True, "false": False, "never": "never"}
 
 # Options that several commands share.
@@ -72,7 +78,7 @@ MinP = Annotated[float | None, typer.Option(help="Drop tokens less probable than
 TypicalP = Annotated[float | None, typer.Option(help="Sample from the tokens of the most typical information content.")]
 Seed = Annotated[int | None, typer.Option(help="Same request, same seed, same answer.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End an answer at this text; may be repeated.")]
-Timeout = Annotated[float | None, typer.Option(help="Seconds for the whole request.")]
+Timeout = Annotated[float | None, typer.Option(callback=_as_number, help="Seconds for the whole request.")]
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -210,7 +216,9 @@ def restart_(
     ctx: typer.Context,
     services: Annotated[list[Service], typer.Argument(help="One after the other, in this order.")],
     port: Port = 50051,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds for each process to end and to be followed.")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option(min=0, callback=_as_number, help="Seconds for each process to end and to be followed.")
+    ] = 300.0,
 ) -> None:
     """Replace processes of the cluster on this machine, one by one: streams go on. Exit 1 if one does not come back."""
     from pagewire.restart import restart
@@ -234,13 +242,11 @@ def health(
         str, typer.Argument(envvar="PAGEWIRE_CLIENT_TARGET", help="HOST:PORT or unix:PATH.")
     ] = DEFAULT_TARGET,
     service: Annotated[str, typer.Option(help="One service's full name; the whole server without.")] = "",
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 2.0,
+    timeout: Annotated[float, typer.Option(callback=_as_number, help="Seconds to wait for an answer.")] = 2.0,
 ) -> None:
     """Exit 0 if a server is SERVING, else 1."""
     from pagewire.health import SERVING, check
 
-    if math.isnan(timeout):
-        raise typer.BadParameter("must be a number", param_hint="--timeout")
     answer = check(target, service, timeout, ctx.obj)
     typer.echo(answer)
     if answer != SERVING:

@@ -195,12 +195,15 @@ def _assign(holder: Any, field: str, value: Any, path: str) -> None:
             getattr(holder, field).extend(value)
         else:
             setattr(holder, field, value)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise invalid(path, f"cannot be {_short(value)}: {error}") from error
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than some thousand digits
+        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -50,8 +50,8 @@ def replay(file: BinaryIO, *, check: bool = False, request_id: str | None = None
     is_told = request_id is None
     for call in replayer.calls():
         totals.update(_figures(call))
-        for group, event in _events(call) if request_id is not None else ():
-            if group.request_id == request_id:
+        for told_id, event in _events(call) if request_id is not None else ():
+            if told_id == request_id:
                 is_told = True
                 print(f"{call.now:8.3f} s  step {core.num_steps}: {event}")
         if call.ended and call.digest != call.then:
@@ -95,30 +95,34 @@ def _figures(call: Call) -> Counter[str]:
     return figures
 
 
-def _events(call: Call) -> Iterator[tuple[SequenceGroup, str]]:
-    """What a call did to requests. Decodes are not told of: they go on where nothing else is told."""
+def _events(call: Call) -> Iterator[tuple[str, str]]:
+    """What a call did to requests, by their ids. Decodes are not told of: they go on where nothing else is told."""
     match call.outcome:
+        case Exception() as error if call.name == "submit":
+            yield call.options["request_id"], f"refused: {error}"
         case None:
-            yield from ((argument, call.name) for argument in call.args if isinstance(argument, SequenceGroup))
+            yield from ((each.request_id, call.name) for each in call.args if isinstance(each, SequenceGroup))
         case SequenceGroup() as group:
-            yield group, f"submitted as number {group.number}: {group.num_prompt_tokens} prompt tokens, n={group.n}"
+            tokens = f"{group.num_prompt_tokens} prompt tokens, n={group.n}"
+            yield group.request_id, f"submitted as number {group.number}: {tokens}"
         case Plan() as plan:
             yield from _changes(plan)
-            yield from ((row.group, _row(row)) for row in plan.rows if row.num_new_tokens > 1 or not row.samples)
+            rows = (row for row in plan.rows if row.num_new_tokens > 1 or not row.samples)
+            yield from ((row.group.request_id, _row(row)) for row in rows)
         case StepOutputs() as outputs:
             yield from (_end(end) for end in outputs.finished)
-            yield from ((group, "failed: its logits are not finite") for group in outputs.failed)
+            yield from ((group.request_id, "failed: its logits are not finite") for group in outputs.failed)
         case Finished() as end:
             yield _end(end)
         case list() as groups:
-            yield from ((group, call.name) for group in groups if isinstance(group, SequenceGroup))
+            yield from ((group.request_id, call.name) for group in groups if isinstance(group, SequenceGroup))
 
 
-def _changes(plan: Plan) -> Iterator[tuple[SequenceGroup, str]]:
+def _changes(plan: Plan) -> Iterator[tuple[str, str]]:
     """What a plan does beside its rows."""
-    yield from ((preempted.group, f"preempted, {preempted.reason}") for preempted in plan.preempted)
-    yield from ((group, "resumed") for group in plan.resumed)
-    yield from ((dropped.group, f"dropped, {dropped.message}") for dropped in plan.dropped)
+    yield from ((preempted.group.request_id, f"preempted, {preempted.reason}") for preempted in plan.preempted)
+    yield from ((group.request_id, "resumed") for group in plan.resumed)
+    yield from ((dropped.group.request_id, f"dropped, {dropped.message}") for dropped in plan.dropped)
     yield from (_end(end) for end in plan.ignored)
 
 
@@ -129,10 +133,10 @@ def _row(row: Row) -> str:
     return f"sequence {row.sequence.index} computes {tokens}{drafted}, samples {len(row.samples)}, blocks {table}"
 
 
-def _end(end: Finished) -> tuple[SequenceGroup, str]:
+def _end(end: Finished) -> tuple[str, str]:
     num_tokens = len(end.sequence.output_token_ids)
     words = f"sequence {end.sequence.index} {end.sequence.status.name} with {num_tokens} tokens of output"
-    return end.group, f"{words}: {end.message}" if end.message else words
+    return end.group.request_id, f"{words}: {end.message}" if end.message else words
 
 
 def _difference(call: Call, step_id: int) -> Iterator[str]:
@@ -143,7 +147,7 @@ def _difference(call: Call, step_id: int) -> Iterator[str]:
     if isinstance(call.outcome, Plan):
         yield from _plan(call.outcome)
     else:
-        yield from (f"  now     request {group.request_id}: {event}" for group, event in _events(call))
+        yield from (f"  now     request {request_id}: {event}" for request_id, event in _events(call))
     if isinstance(call.outcome, Exception):
         yield from _failure(call)
 
@@ -152,7 +156,7 @@ def _plan(plan: Plan) -> Iterator[str]:
     yield from (f"  now     request {row.group.request_id}: {_row(row)}" for row in plan.rows[:_NUM_ROWS])
     if len(plan.rows) > _NUM_ROWS:
         yield f"  now     and {len(plan.rows) - _NUM_ROWS} rows more"
-    yield from (f"  now     request {group.request_id}: {change}" for group, change in _changes(plan))
+    yield from (f"  now     request {request_id}: {change}" for request_id, change in _changes(plan))
     swaps = f"swaps out {plan.blocks_to_swap_out}, swaps in {plan.blocks_to_swap_in}"
     yield f"  now     {swaps}, copies {plan.blocks_to_copy}, forgets {plan.forget}"
 

@@ -33,6 +33,7 @@ class Call:
     now: float
     name: str
     args: tuple[Any, ...]
+    options: dict[str, Any]
     outcome: object
     then: object
     ended: bool
@@ -84,7 +85,7 @@ class Replayer:
                     raise self._damaged("it is no call that changes a core")
             then = self._read()
             told = None if then is None else self._parse(then)
-            yield Call(place, self._now, name, tuple(args), outcome, told, then is not None)
+            yield Call(place, self._now, name, tuple(args), options, outcome, told, then is not None)
 
     def _make(self, name: str, args: list[Any], options: dict[str, Any]) -> object:
         try:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import subprocess
+import sys
 from datetime import datetime
 
 import pytest
@@ -249,9 +251,27 @@ def test_health_may_take_as_long_as_one_likes(target, timeout):
     assert CliRunner().invoke(app, ["health", target, "--timeout", timeout]).stdout == "SERVING\n"
 
 
-def test_health_waits_for_a_number_of_seconds(target):
-    shown = CliRunner().invoke(app, ["health", target, "--timeout", "nan"])
-    assert (shown.exit_code, "--timeout: must be a number" in shown.stderr) == (2, True)
+@pytest.mark.parametrize("command", ["health", "generate Hi", "restart router"])
+def test_a_timeout_is_a_number_of_seconds(command):
+    shown = CliRunner().invoke(app, [*command.split(), "--timeout", "nan"])
+    assert (shown.exit_code, "Invalid value for '--timeout'" in shown.stderr) == (2, True)
+
+
+def test_an_interrupt_among_the_imports_ends_a_command_without_a_word():
+    interrupted = """if True:
+        import os, signal, sys
+        from pagewire.__main__ import main
+
+        class Interrupter:
+            def find_spec(self, name, *rest):
+                if name == "pagewire.cli":
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        sys.meta_path.insert(0, Interrupter())
+        main()
+    """
+    ended = subprocess.run([sys.executable, "-c", interrupted, "up"], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")
 
 
 def test_health_asks_the_server_that_the_environment_names(target, monkeypatch):

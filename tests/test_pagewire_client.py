@@ -95,7 +95,9 @@ def test_a_misspelt_option_is_refused():
     ("prompt", "options", "field"),
     [
         ("Hi", {"temperature": "hot"}, "sampling.temperature"),
+        ("Hi", {"temperature": 10**400}, "sampling.temperature"),
         ("Hi", {"seed": -1}, "sampling.seed"),
+        ("Hi", {"seed": 10**5000}, "sampling.seed"),
         ("Hi", {"stop": [1]}, "stop.strings"),
         ("Hi", {"early_stopping": "soon"}, "sampling.early_stopping"),
         ("Hi", {"early_stopping": []}, "sampling.early_stopping"),

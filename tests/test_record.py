@@ -109,6 +109,15 @@ def test_a_record_tells_what_was_decided_and_that_it_is_the_same(capsys):
     assert told.endswith("result    every decision is the same\n")
 
 
+def test_the_story_of_a_request_that_was_refused_is_that_it_was(capsys):
+    disk = Disk()
+    core = recorded(disk, num_blocks=6)
+    with pytest.raises(ValueError, match="more than the 8") as refused:
+        submit(core, 10, n=core.policy.max_num_seqs + 1)
+    assert replayed(disk.getvalue(), request_id="r") == 0
+    assert f"refused: {refused.value}\n" in capsys.readouterr().out
+
+
 def test_a_request_that_is_not_in_the_record_is_an_error_after_all_else_was_told(capsys):
     disk = Disk()
     some_service(disk)
