@@ -34,6 +34,8 @@ _POLL_S = 0.1
 _LISTENING_WITHIN_S = 5.0
 # Health checks in a row that a service may leave without an answer.
 _MAX_SILENT = 3
+# And with which one that starts may refuse us: nobody changes it by waiting.
+_MAX_REFUSED = 10
 _LINE_BYTES = 64 << 10
 log = logging.getLogger(__name__)
 
@@ -202,7 +204,12 @@ class Cluster:
                         await self._until(service, lambda said: not said.startswith(health.NO_ANSWER))
 
     async def _until(self, service: ServiceProcess, is_reached: Callable[[str], bool]) -> None:
-        """Returns when what a service's health check says is what one waits for."""
+        """Returns when what a service's health check says is what one waits for.
+
+        Raises:
+            LaunchError: it does not let us in, and will not by itself.
+        """
+        num_refused = 0
         # Asked anew each time rather than watched: a watch that is cancelled keeps its connection (grpc#43360). One
         # that prints a line may have come further.
         while True:
@@ -211,6 +218,9 @@ class Cluster:
             if is_reached(said):
                 return
             self._said[service.name] = said
+            num_refused = num_refused + 1 if said.startswith(health.NOT_LET_IN) else 0
+            if num_refused == _MAX_REFUSED:
+                raise LaunchError(f"{service.name} can not be asked for its health: {said}")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):
                     await news.wait()

@@ -277,6 +277,13 @@ async def test_a_service_that_never_serves_ends_the_start(folder):
         await trial.run()
 
 
+async def test_a_service_that_never_lets_the_launcher_in_ends_the_start(folder, tmp_path):
+    certificate, key = Authority(tmp_path).issue()
+    tls = {"router": f"--tls-certificate {certificate} --tls-key {key}", "access": Access(ca=Authority(tmp_path).ca)}
+    with pytest.raises(LaunchError, match=r"router can not be asked for its health: not let in by TLS.*look at --ca"):
+        await Trial(folder, **tls).run()
+
+
 async def test_a_service_that_does_not_stop_is_killed(folder):
     trial = Trial(folder, stop_within_s=1.0, router="--stubborn")
     run = asyncio.create_task(trial.run())
