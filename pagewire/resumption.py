@@ -17,7 +17,7 @@ from protos.pagewire.v1 import generation_pb2 as pb
 
 # With the delays between them, half a minute.
 _MOST_ATTEMPTS = 12
-# Before anything has come; some six seconds.
+# Before anything has come; eleven seconds.
 _MOST_BEFORE_BEGUN = 7
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0

@@ -199,6 +199,7 @@ class LiveRequest:
         deadline: when its client stops waiting, by time.monotonic; None for never.
         stats: what the scheduler told with the end of a sequence; None before the first.
         accepted: whether a scheduler has taken it.
+        refused_by: addresses of the schedulers that would not take it.
         num_charged_tokens: of its output, to the tenant for the calls that had it before.
     """
 
@@ -225,6 +226,7 @@ class LiveRequest:
         self.stats: session_pb2.RequestStats | None = None
         self.trace = trace
         self.accepted = False
+        self.refused_by: set[str] = set()
         self.num_charged_tokens = 0
         # The lives of schedulers that were lost without a token between, and how many tokens there were then.
         self._lost: set[tuple[str, int]] = set()
@@ -247,8 +249,6 @@ class LiveRequest:
             self._prompt_messages = []  # they came with the first tokens
         self._heartbeat: pb.Heartbeat | None = None
         self._filled = asyncio.Event()
-        if request.echo and not self._holds_back:
-            self._filled.set()
 
     @property
     def num_tokens(self) -> int:
@@ -275,6 +275,12 @@ class LiveRequest:
         """Time since arrival."""
         return (self._clock() - self._arrival) * 1e3
 
+    def accept(self) -> None:
+        """A scheduler has taken it: from now on the client can be told of it, its echo first."""
+        self.accepted = True
+        if self.request.echo and not self._holds_back:
+            self._filled.set()
+
     def push_prompt_logprobs(self, logprobs: Logprobs) -> None:
         """Takes those of the prompt's tokens but the first, to go with the first delta; a second time is nothing."""
         if self._prompt_logprobs is None:
@@ -295,7 +301,8 @@ class LiveRequest:
             return None
         if first_index > stream.num_received:
             return self.fail(Refusal(grpc.StatusCode.INTERNAL, "BUG", "tokens were lost between scheduler and router"))
-        self.accepted = True
+        if not self.accepted:
+            self.accept()
         if token_ids and not self.ttft_ms:
             self.ttft_ms = self.total_ms
         was_stopped = stream.stopped
@@ -378,7 +385,7 @@ class LiveRequest:
             has_more = any(stream.has_delta for stream in streams)
             if self._refusal is not None or has_more:
                 self._filled.set()
-            if self._refusal is not None and not outputs:
+            if self._refusal is not None and not (outputs and self.accepted):  # an echo alone is no answer
                 raise self._refusal
             heartbeat, self._heartbeat = self._heartbeat, None
             self._is_named = True

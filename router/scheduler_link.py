@@ -311,6 +311,10 @@ class SchedulerLink:
                     self._on_change()
             case "welcome":
                 self._on_welcome(message.welcome)
+            case "model":
+                assert self.welcome is not None, "a session opens with Welcome"
+                self.welcome.model.CopyFrom(message.model)
+                self._on_change()
             case "drain":
                 self.draining = True
                 self._on_change()
@@ -324,7 +328,7 @@ class SchedulerLink:
     def _on_accepted(self, handle: int) -> None:
         self._unanswered.discard(handle)
         if handle in self._live:
-            self._live[handle].accepted = True
+            self._live[handle].accept()
 
     def _on_rejected(self, rejected: pb.Rejected) -> None:
         live = self._live.get(rejected.handle)

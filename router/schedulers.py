@@ -57,9 +57,8 @@ class Schedulers:
         self._model: tuple[str, int, int, str, str] | None = None
         # Who gets requests now: those that serve, else those that take what will wait.
         self._takers: list[SchedulerLink] = []
-        # Where each live request is, and the schedulers that would not take it.
+        # Where each live request is.
         self._places: dict[int, SchedulerLink] = {}
-        self._refusing: dict[int, set[SchedulerLink]] = {}
 
     @property
     def serving(self) -> bool:
@@ -118,7 +117,6 @@ class Schedulers:
     def release(self, live: LiveRequest) -> None:
         """The request is answered, or its client is gone; in that case its blocks are free within a step."""
         link = self._places.pop(live.handle, None)
-        self._refusing.pop(live.handle, None)
         if link is not None:
             link.release(live)
 
@@ -251,8 +249,9 @@ class Schedulers:
 
     def _move(self, live: LiveRequest) -> bool:
         """Gives a request to another scheduler that serves; False where there is none."""
-        here, refusing = self._places[live.handle], self._refusing.get(live.handle, set())
-        link = self._pick(live, [link for link in self._takers if link is not here and link not in refusing])
+        here = self._places[live.handle]
+        others = [link for link in self._takers if link is not here and link.address not in live.refused_by]
+        link = self._pick(live, others)
         if link is None:
             return False
         facts = {"request_id": live.request.request_id, "from": here.address, "to": link.address}
@@ -266,7 +265,7 @@ class Schedulers:
         here = self._places[live.handle]
         if refusal.reason == "REQUEST_ID_IN_USE" and live.rename():
             return here.submit(live)
-        self._refusing.setdefault(live.handle, set()).add(here)
+        live.refused_by.add(here.address)
         if refusal.code not in _ELSEWHERE or not (self._move(live) or here.draining):
             live.fail(refusal)
         return None
@@ -290,7 +289,7 @@ class Schedulers:
 
     def _hand_over(self, live: LiveRequest, link: SchedulerLink) -> None:
         """Moves a request away from a scheduler that is gone, or about to go."""
-        self._refusing.pop(live.handle, None)
+        live.refused_by.clear()
         if link.gone_in_order or not give_up(live, link.life):
             self._move(live)
 

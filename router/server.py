@@ -1,9 +1,10 @@
 """The public gRPC API: check, tokenize, submit, relay. A TOKEN LEAVES THE SYSTEM HERE."""
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -76,7 +77,7 @@ class GenerationService:
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams deltas as tokens are computed."""
         async with (
-            _Admission(self, request, context) as live,
+            self._admitted(request, context) as live,
             writing_to(context, self._settings.write_stall_s) as write,
         ):
             with self.heartbeats.over(live):
@@ -90,7 +91,7 @@ class GenerationService:
 
     async def Complete(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.CompleteResponse:
         """Answers the same request whole."""
-        async with _Admission(self, request, context, whole=True) as live:
+        async with self._admitted(request, context, whole=True) as live:
             outputs = [pb.Output(index=index) for index in range(live.request.n)]
             # Texts grow outside of messages, as in `OutputStream`.
             pieces: list[list[str]] = [[] for _ in outputs]
@@ -174,7 +175,24 @@ class GenerationService:
             tokens_per_minute=tenant.tokens_per_minute or 0,
         )
 
-    async def admit(
+    @contextlib.asynccontextmanager
+    async def _admitted(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, *, whole: bool = False
+    ) -> AsyncIterator[LiveRequest]:
+        """A request from its admission to its release, however it ends."""
+        live, permit = await self._admit(request, context, whole=whole)
+        try:
+            yield live
+        except BaseException as error:
+            self._release(live, permit, error)
+            raise
+        else:
+            self._release(live, permit, None)
+        finally:
+            if self.meter is not None:
+                context.set_trailing_metadata(self.meter.count())
+
+    async def _admit(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, *, whole: bool
     ) -> tuple[LiveRequest, Permit]:
         """Checks, tokenizes and submits a request, which is answered in one message if `whole`."""
@@ -232,7 +250,7 @@ class GenerationService:
         call.live = self._live[scoped_id] = live
         return live, permit
 
-    def release(self, live: LiveRequest, permit: Permit, error: BaseException | None) -> None:
+    def _release(self, live: LiveRequest, permit: Permit, error: BaseException | None) -> None:
         """Forgets a request that has ended, one way or another."""
         if self._live.get(live.request.scoped_id) is live:
             del self._live[live.request.scoped_id]
@@ -318,32 +336,6 @@ class GenerationService:
             defaults=self._tokenizer.defaults,
             limits=self._request_limits,
         )
-
-
-class _Admission:
-    """A request from its admission to its release, however it ends."""
-
-    def __init__(
-        self,
-        service: GenerationService,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext,
-        *,
-        whole: bool = False,
-    ) -> None:
-        self._whole = whole
-        self._service = service
-        self._request = request
-        self._context = context
-
-    async def __aenter__(self) -> LiveRequest:
-        self._live, self._permit = await self._service.admit(self._request, self._context, whole=self._whole)
-        return self._live
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._service.release(self._live, self._permit, error)
-        if self._service.meter is not None:
-            self._context.set_trailing_metadata(self._service.meter.count())
 
 
 def _resumes(request: pb.GenerateRequest, held: LiveRequest | None) -> bool:

@@ -111,8 +111,9 @@ def find_checkpoint(model: str) -> Path:
     Raises:
         FileNotFoundError: neither.
     """
-    if Path(model).is_dir():
-        return Path(model)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -141,7 +141,7 @@ class Scheduler:
                 beam search with penalties or log-probabilities, or progress that does not fit.
             QueueFull: the queue is at a bound.
         """
-        num_tokens, num_seqs = len(prompt_token_ids), n if beam is None else beam.width
+        num_tokens = len(prompt_token_ids)
         check_submission(self.policy, num_tokens, n, max_tokens, beam, priority)
         if progress is None:
             check_room(self.policy, self.queues.waiting, num_tokens, tenant, now)
@@ -152,8 +152,7 @@ class Scheduler:
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             n=n,
-            wanted_max_tokens=max_tokens,
-            max_tokens=min(max_tokens, max_tokens_that_fit(num_tokens, num_seqs, self.blocks)),
+            max_tokens=max_tokens,
             min_tokens=min_tokens,
             stop_token_ids=stops,
             sampling=sampling,
@@ -168,7 +167,7 @@ class Scheduler:
         )
         if progress:
             group.take_up(progress)
-            self._cap(group)
+        self._cap(group)
         self.queues.submit(group)
         if deadline is not None:
             self._deadlines.watch(group, self.rates, self.num_live)
@@ -418,23 +417,13 @@ class Scheduler:
     # What waits
 
     def _swap_in(self, plan: Plan, prefilling: bool | None = None) -> None:
-        """Brings groups back from the swap pool, oldest first, unless others have just lost their blocks."""
+        """Brings groups back from the swap pool, oldest first, until one has to wait."""
         queues = self.queues
-        while queues.swapped:
+        while queues.swapped and prefilling in (None, queues.swapped[0].prefilling):
             group = queues.swapped[0]
-            num_tokens_left = self._budget - plan.num_tokens
-            if prefilling not in (None, group.prefilling):
-                return None
-            if self.in_flight.hold(group):
-                return self._hold_up(group, Reason.NEXT_STEP)
-            if num_tokens_left < group.num_rows:
-                return self._hold_up(group, Reason.TOKENS)
-            if plan.preempted or self._is_blocked(group):
-                return self._hold_up(group, Reason.BLOCKS)
-            num_blocks = num_blocks_to_swap_in(group, self.blocks) + self.num_reserved()
-            if queues.running and num_blocks > self.blocks.num_free:  # alone it fits: its max_tokens sees to that
-                self._blocked = Blocked(group, num_blocks)
-                return self._hold_up(group, Reason.BLOCKS)
+            if (reason := self._why_not_back(group, plan)) is not None:
+                self._held_up = (group, reason)
+                return
             self._blocked = None
             plan.blocks_to_swap_in += queues.swap_in(group)
             plan.resumed.append(group)
@@ -442,51 +431,71 @@ class Scheduler:
             if self.policy.prefix_caching:
                 for sequence in group.live:  # all at once, so that those who share a block agree on what it holds
                     self.blocks.remember(group, sequence, sequence.num_computed_tokens)
-            self._schedule_group(plan, group, num_tokens_left - group.num_rows)
+            self._schedule_group(plan, group, self._budget - plan.num_tokens - group.num_rows)
+
+    def _why_not_back(self, group: SequenceGroup, plan: Plan) -> Reason | None:
+        """What keeps the first of the swapped groups out; blocks, where others have just lost theirs."""
+        if self.in_flight.hold(group):
+            return Reason.NEXT_STEP
+        if self._budget - plan.num_tokens < group.num_rows:
+            return Reason.TOKENS
+        if plan.preempted or self._is_blocked(group):
+            return Reason.BLOCKS
+        num_blocks = num_blocks_to_swap_in(group, self.blocks) + self.num_reserved()
+        if self.queues.running and num_blocks > self.blocks.num_free:  # alone it fits: its max_tokens sees to that
+            self._blocked = Blocked(group, num_blocks)
+            return Reason.BLOCKS
         return None
 
     def _admit(self, plan: Plan, now: float) -> None:
-        """Lets waiting groups in in turn; the first that can not come in holds up all others: nobody is overtaken."""
+        """Lets waiting groups in, in turn; the first that can not come in holds up all others: nobody is overtaken."""
         while (group := self.suspects.head_of(self.queues.waiting)) and not self.queues.swapped:
-            num_tokens_left = self._budget - plan.num_tokens
-            if (reason := self._why_not_yet(group, plan, num_tokens_left, now)) is not None:
-                return self._hold_up(group, reason)
-            if group.beam is None and self._decoder.end_outgrown(plan, group):
-                continue
-            tokens = group.token_ids(group.root, 0, group.targets()[0][1])
-            looks_up = self.policy.prefix_caching and not group.owes_prompt_logprobs
-            prefix = self.blocks.match(tokens, group.salt) if looks_up else []
-            admission, num_free_needed = can_allocate(group, prefix, self.blocks, self.num_reserved())
-            match admission:
-                case Admission.NEVER:
-                    self._decoder.end_unfinished(plan, group, why_never(group, self.blocks))
-                    continue
-                case Admission.LATER:
-                    found = (tokens, prefix) if looks_up else ()
-                    self._blocked = Blocked(group, num_free_needed, *found)
-                    return self._hold_up(group, Reason.BLOCKS)
-            num_missing = len(tokens) - len(prefix) * self.blocks.block_size
-            if not self.policy.chunked_prefill and plan.rows and num_missing > num_tokens_left:
-                return self._hold_up(group, Reason.TOKENS)  # only a prompt longer than a whole step is cut
-            num_tokens = min(num_missing, num_tokens_left)
-            if self.policy.chunked_prefill and should_follow(plan, num_tokens, len(self.queues.waiting), self.rates):
-                return self._hold_up(group, Reason.NEXT_STEP)
-            if (dropped := too_late(group, num_missing, self._rates_to_refuse_by, now)) is not None:
-                plan.dropped.append(dropped)
-                self.abort(group)
-                continue
-            self._blocked = None
-            self.queues.admit(group, len(tokens), prefix)
-            if group.first_scheduled is None:
-                group.first_scheduled = now
-                group.num_cached_prompt_tokens = min(group.root.num_computed_tokens, group.num_prompt_tokens)
-                self.num_prompt_tokens += group.num_prompt_tokens
-                self.num_looked_up_tokens += group.num_prompt_tokens if looks_up else 0
-                self.num_found_tokens += group.num_cached_prompt_tokens
-            else:
-                plan.resumed.append(group)
-            add_row(plan, group, group.root, num_tokens, self.blocks, cached=self.policy.prefix_caching)
+            if (reason := self._let_in(group, plan, now)) is not None:
+                self._held_up = (group, reason)
+                return
+
+    def _let_in(self, group: SequenceGroup, plan: Plan, now: float) -> Reason | None:
+        """Lets the first of the waiting groups in, or ends it if it can not run, or not in time; else what it lacks."""
+        num_tokens_left = self._budget - plan.num_tokens
+        if (reason := self._why_not_yet(group, plan, num_tokens_left, now)) is not None:
+            return reason
+        if group.beam is None and self._decoder.end_outgrown(plan, group):
+            return None
+        tokens = group.token_ids(group.root, 0, group.targets()[0][1])
+        looks_up = self.policy.prefix_caching and not group.owes_prompt_logprobs
+        prefix = self.blocks.match(tokens, group.salt) if looks_up else []
+        admission, num_free_needed = can_allocate(group, prefix, self.blocks, self.num_reserved())
+        if admission is Admission.NEVER:
+            self._decoder.end_unfinished(plan, group, why_never(group, self.blocks))
+            return None
+        if admission is Admission.LATER:
+            self._blocked = Blocked(group, num_free_needed, *((tokens, prefix) if looks_up else ()))
+            return Reason.BLOCKS
+        num_missing = len(tokens) - len(prefix) * self.blocks.block_size
+        if not self.policy.chunked_prefill and plan.rows and num_missing > num_tokens_left:
+            return Reason.TOKENS  # only a prompt longer than a whole step is cut
+        num_tokens = min(num_missing, num_tokens_left)
+        if self.policy.chunked_prefill and should_follow(plan, num_tokens, len(self.queues.waiting), self.rates):
+            return Reason.NEXT_STEP
+        if (dropped := too_late(group, num_missing, self._rates_to_refuse_by, now)) is not None:
+            plan.dropped.append(dropped)
+            self.abort(group)
+            return None
+        self._blocked = None
+        self.queues.admit(group, len(tokens), prefix)
+        if group.first_scheduled is None:
+            self._note_first_admission(group, now, looked_up=looks_up)
+        else:
+            plan.resumed.append(group)
+        add_row(plan, group, group.root, num_tokens, self.blocks, cached=self.policy.prefix_caching)
         return None
+
+    def _note_first_admission(self, group: SequenceGroup, now: float, *, looked_up: bool) -> None:
+        group.first_scheduled = now
+        group.num_cached_prompt_tokens = min(group.root.num_computed_tokens, group.num_prompt_tokens)
+        self.num_prompt_tokens += group.num_prompt_tokens
+        self.num_looked_up_tokens += group.num_prompt_tokens if looked_up else 0
+        self.num_found_tokens += group.num_cached_prompt_tokens
 
     def _why_not_yet(self, group: SequenceGroup, plan: Plan, num_tokens_left: int, now: float) -> Reason | None:
         """What keeps the first of the waiting groups out, as far as that can be said without looking at its tokens."""
@@ -501,9 +510,6 @@ class Scheduler:
         # The delay factor lets prompts gather, so that decodes are held up less often.
         delay_s = self.policy.delay_factor * self._prefill_step_s
         return Reason.DELAY if self.queues.running and now - group.arrival < delay_s else None
-
-    def _hold_up(self, group: SequenceGroup, reason: Reason) -> None:
-        self._held_up = (group, reason)
 
     def held_up(self, group: SequenceGroup) -> Reason | None:
         """What the first of a queue lacked in the last plan; None when nothing is in its way any more, or was yet."""

@@ -209,7 +209,6 @@ class SequenceGroup:
     request_id: str
     prompt_token_ids: "array[int]"
     n: int
-    wanted_max_tokens: int
     max_tokens: int
     min_tokens: int
     stop_token_ids: frozenset[int]
@@ -222,6 +221,7 @@ class SequenceGroup:
     deadline: float | None = None
     beam: BeamSearch | None = None
     runs_ahead: bool = True
+    wanted_max_tokens: int = field(init=False)
     sequences: list[Sequence] = field(init=False)
     live: list[Sequence] = field(init=False)
     expects_below: int = field(init=False)
@@ -243,6 +243,7 @@ class SequenceGroup:
     def __post_init__(self) -> None:
         if not 0 < self.tenant_weight < float("inf"):
             raise ValueError(f"tenant_weight ({self.tenant_weight}) must be over 0, and finite")
+        self.wanted_max_tokens = self.max_tokens
         self.cap(self.max_tokens)
         num_sequences = self.n if self.beam is None else 1
         self.sequences = [Sequence(index, len(self.prompt_token_ids)) for index in range(num_sequences)]

@@ -13,6 +13,7 @@ from protos.columns import pack, unpack
 from protos.errors import Refusal, taken_over, unavailable
 from protos.rpc import SESSION_PROTOCOL_VERSION
 from protos.trace_context import TraceContext
+from protos.worker_pb2 import GetInfoResponse
 from scheduler.admission import QueueFull
 from scheduler.beam import BeamParams, EarlyStopping
 from scheduler.config import SchedulerSettings
@@ -106,11 +107,19 @@ class SessionService:
         return describe_request(core, self._loop, ticket.group, time.monotonic())
 
     async def report_load(self) -> None:
-        """Tells every router the load when it changed: within a second, and at once when serving begins or ends."""
+        """Tells every router the load when it changed: within a second, and at once when serving begins or ends.
+
+        And of another worker what it has beside the load, if that is not as it was.
+        """
+        told = None
         while True:
+            model = None if self._loop.info is None else _model(self._loop.info)
             for session in self._sessions:
                 if session.outbox is not None:
+                    if model != told:
+                        session.outbox.put(pb.SessionResponse(model=model))
                     session.outbox.put_load(self._load_now)
+            told = model
             await self._loop.wait_for_change(_LOAD_INTERVAL_S)
 
     def _load_now(self) -> pb.Load:
@@ -147,17 +156,6 @@ class SessionService:
         assert info is not None
         resumed = {resume.handle: resume for resume in hello.resume}
         unknown = [handle for handle in resumed if handle not in session.tickets]
-        model = pb.ModelInfo(
-            model=info.model,
-            context_length=info.context_length,
-            vocabulary_size=info.vocabulary_size,
-            dtype=info.dtype,
-            kv_dtype=info.kv_dtype,
-            block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            kv_cache_note=info.kv_cache_note,
-            quantization=info.quantization,
-        )
         limits = pb.Limits(
             max_num_batched_tokens=self._settings.max_num_batched_tokens,
             max_num_seqs=self._settings.max_num_seqs,
@@ -167,7 +165,7 @@ class SessionService:
         welcome = pb.Welcome(
             scheduler_epoch=self._epoch,
             lease_ms=int(self._settings.lease_s * 1e3),
-            model=model,
+            model=_model(info),
             limits=limits,
             unknown_handles=pack(unknown),
         )
@@ -304,6 +302,20 @@ class SessionService:
 async def _write(outbox: Outbox, context: grpc.aio.ServicerContext) -> None:
     while (message := await outbox.take()) is not None:
         await context.write(message)
+
+
+def _model(info: GetInfoResponse) -> pb.ModelInfo:
+    return pb.ModelInfo(
+        model=info.model,
+        context_length=info.context_length,
+        vocabulary_size=info.vocabulary_size,
+        dtype=info.dtype,
+        kv_dtype=info.kv_dtype,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        kv_cache_note=info.kv_cache_note,
+        quantization=info.quantization,
+    )
 
 
 def _takes_over(ticket: Ticket, submit: pb.Submit) -> bool:

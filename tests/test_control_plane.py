@@ -379,6 +379,8 @@ async def test_a_worker_that_is_replaced_goes_on_where_the_old_one_died():
         text += "".join([m.outputs[0].text async for m in messages])
         assert text == (TEXT * 2)[:60]
         assert (await plane.state()).block_pool.num_total == 32
+        while (await plane.generation.GetModel(pb.GetModelRequest())).num_blocks != 32:
+            await asyncio.sleep(0.01)
 
 
 class ReadingAhead(FakeWorker):

@@ -355,8 +355,25 @@ async def test_what_a_client_has_that_resumes_does_not_count_as_unread(make, mon
     assert [len(message.outputs[0].token_ids), message.outputs[0].text] == [5, "AAAAA"]
 
 
+async def test_an_echo_is_told_to_who_has_been_taken_in(make):
+    live = make(echo="x")
+    taken = asyncio.ensure_future(live.take())
+    await asyncio.sleep(0)
+    assert not taken.done()
+    live.accept()
+    assert (await taken)[0].outputs[0].text == "x"
+
+
+async def test_who_is_refused_gets_no_echo_before(make):
+    live = make(echo="x")
+    live.fail(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED", "full"))
+    with pytest.raises(Refusal, match="full"):
+        await live.take()
+
+
 async def test_a_prompts_log_probabilities_are_told_once_though_they_come_twice(make):
     live = make(echo="x")
+    live.accept()
     live.request.prompt_token_ids.extend([2, 3])
     assert not (await live.take())[0].prompt_logprobs, "the echo does not wait for them"
     for token_id in b"ab":

@@ -614,7 +614,7 @@ async def test_prompts_that_begin_alike_meet_at_one_scheduler_and_find_their_blo
 async def test_load_is_bounded_also_where_all_prompts_begin_alike(site):
     async with client(site) as (generation, introspection):
         await several(introspection, all_serve)
-        calls = [generation.Generate(wanted(prompt_of("z", str(n)), max_tokens=400)) for n in range(40)]
+        calls = [generation.Generate(wanted(prompt_of("z", str(n)), max_tokens=2000)) for n in range(40)]
         for call in calls:
             await call.read()
         named = (await introspection.GetState(introspection_pb2.GetStateRequest())).schedulers

@@ -88,6 +88,12 @@ def test_what_is_neither_a_directory_nor_a_hub_name_is_said_to_be_so(monkeypatch
             find_checkpoint(model)
 
 
+def test_a_model_may_be_named_from_the_users_own_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert find_checkpoint("~/model") == tmp_path / "model"
+
+
 @pytest.mark.model
 def test_the_real_model_encodes_and_renders_as_transformers_does(model_dir):
     transformers = pytest.importorskip("transformers")

@@ -162,6 +162,13 @@ def test_a_model_is_a_directory_or_a_name_on_the_hub(directory, monkeypatch):
     ):
         find_checkpoint("a b")
 
+    def fail_without_a_word(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail_without_a_word)
+    with pytest.raises(ModelError, match=r"gives us: OSError$"):
+        find_checkpoint("a b")
+
 
 @pytest.mark.parametrize(
     "changes, complaint",

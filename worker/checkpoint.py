@@ -37,7 +37,7 @@ def find_checkpoint(model: str) -> Path:
         # By its full name, which loads what it needs only now: an HTTP client of 8 MB.
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_DUPLICATES))
     except (OSError, ValueError) as error:  # the hub's own errors are these two
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"{model!r} is neither a directory here nor a model that the hub gives us: {reason}"
         ) from error
