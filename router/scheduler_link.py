@@ -143,11 +143,11 @@ class SchedulerLink:
         self._live[live.handle] = live
         self._send_submit(live)
 
-    def release(self, live: LiveRequest) -> None:
-        """The request is answered, or its client is gone; in that case its blocks are free within a step."""
+    def release(self, live: LiveRequest, *, moved: bool = False) -> None:
+        """The request is answered, its client is gone, or it goes on elsewhere: its blocks are free within a step."""
         self._unanswered.discard(live.handle)
         if self._live.pop(live.handle, None) is not None and not live.finished:
-            self._send(pb.SessionRequest(cancel=pb.Cancel(handle=live.handle)))
+            self._send(pb.SessionRequest(cancel=pb.Cancel(handle=live.handle, moved=moved)))
 
     def stop_sequence(self, handle: int, stream: OutputStream) -> None:
         """A stop string was found in this sequence, and ends with the last of its tokens that count."""

@@ -256,7 +256,7 @@ class Schedulers:
             return False
         facts = {"request_id": live.request.request_id, "from": here.address, "to": link.address}
         log.info("request goes to another scheduler", extra=facts | {"tokens": live.num_tokens})
-        here.release(live)
+        here.release(live, moved=True)
         self._places[live.handle] = link
         link.submit(live)
         return True

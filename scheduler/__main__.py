@@ -55,6 +55,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event, recorder: Reco
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     await loop.close()
+    sessions.leave()
     await telemetry.close(metrics, tracer)
     log.info("stopped")
     for result in results:

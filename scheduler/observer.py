@@ -37,7 +37,7 @@ class Observer:
 
     Attributes:
         queue_s: from arrival to the first plan that holds a request.
-        prefill_s: from there to its first token.
+        prefill_s: from there to its first token here: it may have some of another scheduler.
         decode_s: from there to its end.
         inter_token_s: see above.
         step_s: what steps take, as the scheduler sees it.
@@ -81,9 +81,11 @@ class Observer:
 
     def traces_of(self, plan: Plan) -> Sequence[TraceContext]:
         """The traces that are to hold a span of this step."""
-        if not self._num_traced or not plan.num_prefill_tokens:
+        if not self._num_traced:
             return ()
-        tickets = [self._tickets.get(row.group.number) for row in plan.rows if row.num_new_tokens > 1]
+        # A prompt's last token may be all that is left to compute of it.
+        rows = [row for row in plan.rows if row.num_new_tokens > 1 or row.start < row.group.num_prompt_tokens]
+        tickets = [self._tickets.get(row.group.number) for row in rows]
         return [ticket.timeline.trace for ticket in tickets if ticket is not None and ticket.timeline.trace is not None]
 
     def stepped(
@@ -154,7 +156,8 @@ class Observer:
         num_resumed = 0
         for number in {new.group.number for new in outputs.new_tokens} & self._resuming.keys():
             begin = self._resuming.pop(number)
-            rows = [new for new in outputs.new_tokens if new.group.number == number and new.first_index]
+            news = [new for new in outputs.new_tokens if new.group.number == number]
+            rows = [new for new in news if new.first_index > new.sequence.num_taken_up]
             if rows:
                 self.inter_token_s.observe(now - begin, len(rows))
             num_resumed += len(rows)

@@ -83,6 +83,7 @@ class Sequence:
         swap_table: while swapped, the swap pool's block of each logical one. Only the block manager writes it.
         contents: number in the prefix cache of what each full block holds. Only the block manager writes it.
         cumulative_logprob: sum over the output.
+        num_taken_up: output tokens that another scheduler had sampled.
         stop_token_id: the sampled id that stopped it, if one did.
     """
 
@@ -94,6 +95,7 @@ class Sequence:
         "logprobs",
         "num_computed_tokens",
         "num_expected_tokens",
+        "num_taken_up",
         "num_tokens",
         "output_logprobs",
         "output_token_ids",
@@ -115,6 +117,7 @@ class Sequence:
         self.contents: list[int] = []
         self.cumulative_logprob = 0.0
         self.stop_token_id: int | None = None
+        self.num_taken_up = 0
         self.status = Status.WAITING
 
     def append(self, token_id: int, logprob: float) -> None:
@@ -129,6 +132,7 @@ class Sequence:
     def go_on_from(self, begun: Progress) -> None:
         """Takes tokens that were sampled elsewhere; of the log-probability of each nothing is known here."""
         self.output_token_ids = begun.token_ids
+        self.num_taken_up = len(begun.token_ids)
         self.output_logprobs = array("f", bytes(4 * len(begun.token_ids)))
         self.num_tokens += len(begun.token_ids)
         self.num_expected_tokens = self.num_tokens

@@ -187,7 +187,7 @@ class SessionService:
                 case "submit":
                     self._submit(session, outbox, message.submit)
                 case "cancel":
-                    self._cancel(session, message.cancel.handle)
+                    self._cancel(session, message.cancel.handle, moved=message.cancel.moved)
                 case "stop_sequence":
                     self._stop_sequence(session, message.stop_sequence)
                 case "ping":
@@ -265,13 +265,15 @@ class SessionService:
             waited_s=max(0.0, submit.continuation.waited_ms / 1e3),
         )
 
-    def _cancel(self, session: RouterSession, handle: int) -> None:
+    def _cancel(self, session: RouterSession, handle: int, *, moved: bool = False) -> None:
         ticket = session.tickets.get(handle)
         if ticket is not None:
+            ticket.moved = moved
             self._sessions.give_up(ticket)
             self._core().abort(ticket.group)
             self._loop.wake()
-            log.info("request cancelled", extra={"request_id": ticket.group.request_id})
+            what = "request goes to another scheduler" if moved else "request cancelled"
+            log.info(what, extra={"request_id": ticket.group.request_id})
 
     def _stop_sequence(self, session: RouterSession, stop: pb.StopSequence) -> None:
         ticket = session.tickets.get(stop.handle)

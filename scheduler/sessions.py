@@ -193,6 +193,7 @@ class Ticket:
 
     Attributes:
         timeline: when it was where.
+        moved: whether it goes on at another scheduler, or at this one's next life.
     """
 
     session: "RouterSession"
@@ -201,6 +202,7 @@ class Ticket:
     timeline: Timeline
     finished: list[pb.Finished] = field(default_factory=list)
     rejected: pb.Rejected | None = None
+    moved: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -304,6 +306,12 @@ class Sessions:
         if ticket.session.tickets.get(ticket.handle) is ticket:
             del ticket.session.tickets[ticket.handle]
 
+    def leave(self) -> None:
+        """This scheduler ends: what is live goes on elsewhere."""
+        for ticket in list(self._by_number.values()):
+            ticket.moved = True
+            self.forget(ticket)
+
     def give_up(self, ticket: Ticket) -> None:
         """Drops a request of a connected router with all traces."""
         self.forget(ticket)
@@ -321,13 +329,13 @@ class Sessions:
         return self._by_number.get(group.number)
 
     def deliver_tokens(self, new_tokens: list[NewTokens]) -> list[Ticket]:
-        """Queues a step's tokens for their routers; gives the ticket of each sequence whose first one is among them."""
+        """Queues a step's tokens for their routers; gives the ticket of each sequence that gets its first ones here."""
         begun = []
         for new in new_tokens:
             ticket = self._by_number.get(new.group.number)
             if ticket is None:
                 continue
-            if new.first_index == 0:
+            if new.first_index == new.sequence.num_taken_up:
                 begun.append(ticket)
             if ticket.session.outbox is not None:
                 self._put_tokens(ticket.session.outbox, ticket, new.sequence, new.first_index)

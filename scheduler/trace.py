@@ -20,7 +20,7 @@ def record_request(tracer: "Tracer", ticket: Ticket, end: float) -> None:
     error = ""
     if ticket.rejected is not None:
         error = f"{code_from_number(ticket.rejected.code).name}: {ticket.rejected.message}"
-    elif group.live:
+    elif group.live and not ticket.moved:
         error = "CANCELLED: the client is gone, or its deadline"
     scheduled, first_token = group.first_scheduled, timeline.first_token
     prompt = {
@@ -31,17 +31,21 @@ def record_request(tracer: "Tracer", ticket: Ticket, end: float) -> None:
         "gen_ai.usage.output_tokens": sum(len(sequence.output_token_ids) for sequence in group.sequences),
         "pagewire.preemptions": group.num_preemptions,
     }
+    request_id = {"pagewire.request_id": group.request_id}
     phases: list[tuple[str, float | None, float | None, dict[str, int]]] = [
         ("queue", group.arrival, scheduled, {}),
         ("prefill", scheduled, first_token, prompt),
         ("decode", first_token, None, output),
     ]
-    request_id = {"pagewire.request_id": group.request_id}
     for name, begin, finish, facts in phases:
-        if begin is not None:
-            # What ended the request ended the phase that it was in, and no other.
-            fault = error if finish is None else ""
-            tracer.record(name, trace, begin, end if finish is None else finish, {**request_id, **facts}, fault)
+        if begin is None:
+            continue
+        if finish is not None:
+            tracer.record(name, trace, begin, finish, {**request_id, **facts})
+            continue
+        # What ended the request ended the phase that it was in, and no other.
+        moved = {"pagewire.moved": True} if ticket.moved else {}
+        tracer.record(name, trace, begin, end, {**request_id, **facts, **moved}, error)
     for pause in timeline.pauses:
         why = {"pagewire.reason": pause.reason, "pagewire.preempted_by": pause.by}
         tracer.record("preempted", trace, pause.begin, end if pause.end is None else pause.end, {**request_id, **why})

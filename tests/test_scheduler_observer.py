@@ -12,6 +12,7 @@ from scheduler.config import SchedulerSettings
 from scheduler.observer import Observer
 from scheduler.plan import Plan, StepResult
 from scheduler.scheduler import Scheduler
+from scheduler.sequence import Progress
 from scheduler.sessions import RouterSession, Sessions
 
 
@@ -35,7 +36,7 @@ class Clockwork:
         self.num_submitted = 0
         self.token_times: dict[str, list[float]] = defaultdict(list)
 
-    def submit(self, num_prompt_tokens: int, max_tokens: int) -> None:
+    def submit(self, num_prompt_tokens: int, max_tokens: int, num_taken_up: int = 0) -> None:
         self.num_submitted += 1
         group = self.core.submit(
             request_id=f"r{self.num_submitted}",
@@ -43,6 +44,7 @@ class Clockwork:
             n=1,
             max_tokens=max_tokens,
             now=self.now,
+            progress=[Progress(array("i", [0] * num_taken_up))] if num_taken_up else None,
         )
         self.sessions.add(RouterSession("router"), self.num_submitted, group)
 
@@ -130,6 +132,15 @@ def test_queue_prefill_and_decode_add_up_to_the_whole():
     assert observer.queue_s.sum == 0 + 3
     assert observer.prefill_s.sum == 1 + 3, "40 tokens are three steps of 16 at most"
     assert observer.decode_s.sum == 2 + 3
+
+
+def test_what_was_begun_elsewhere_is_waited_for_and_decoded_here_as_any_other():
+    clockwork = Clockwork()
+    clockwork.submit(4, max_tokens=5, num_taken_up=2)
+    clockwork.run()
+    observer = clockwork.observer
+    assert (observer.queue_s.sum, observer.prefill_s.sum, observer.decode_s.sum) == (0, 1, 2)
+    assert clockwork.gaps() == {1: 2}
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

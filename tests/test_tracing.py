@@ -2,15 +2,20 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 
 import fakes
 import grpc
 import pytest
-from fakes import FakeWorker, request
+from fakes import FakeWorker, outputs_of, request
 from otlp_fakes import Collector, collector
+from test_session import HandRouter
 
+from protos import session_pb2 as pb_session
+from protos.columns import pack
 from protos.errors import CannotTrace
 from protos.pagewire.v1 import generation_pb2 as pb
+from protos.rpc import dial
 from protos.trace_context import TraceContext
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -91,6 +96,36 @@ async def test_the_worker_is_told_of_the_trace_with_the_steps_of_the_prompt_alon
         context = f"00-{TRACE_ID}-{root.span_id}-01"
         assert traces == [[context]] * 3 + [[]] * 4, "8, 8 and 4 tokens, and four decodes"
         assert worker.requests[0].traces[0].tracestate == "vendor=x"
+
+
+async def test_a_step_that_computes_one_token_of_a_prompt_is_of_its_trace_too():
+    worker = FakeWorker()
+    async with traced_plane(worker) as (plane, _):
+        await plane.generation.Complete(request("x", max_tokens=3), metadata=TRACED)
+        assert [len(step.traces) for step in worker.requests] == [1, 0, 0]
+
+
+async def test_what_goes_on_elsewhere_has_ended_without_an_error_here_and_what_came_from_there_has_all_its_phases():
+    worker = FakeWorker()
+    async with collector() as received:
+        async with (
+            fakes.control_plane(worker, otlp_endpoint=received.endpoint, drain_grace_s=0.1) as plane,
+            dial(plane.scheduler_address) as channel,
+        ):
+            router = HandRouter(channel)
+            await router.open()
+            begun = pb_session.Continuation(progress=[pb_session.Progress(token_ids=pack([7, 8]))])
+            for handle in (1, 2):
+                await router.submit(handle, f"r{handle}", max_tokens=150, traceparent=CALLER, continuation=begun)
+                while handle not in {row[0] for row in outputs_of(await router.next("step_outputs"))}:
+                    pass
+            worker.gate.clear()
+            await router.call.write(pb_session.SessionRequest(cancel=pb_session.Cancel(handle=1, moved=True)))
+            await received.until(lambda seen: seen.named("decode"))
+            plane.stop_router.set()
+        await received.until(lambda seen: len(seen.named("decode")) == 2)
+        phases = Counter((span.name, span.error, "pagewire.moved" in span.attributes) for span in received.spans)
+        assert phases == {("queue", None, False): 2, ("prefill", None, False): 2, ("decode", None, True): 2}
 
 
 async def test_each_preemption_is_a_span_with_its_reason():
