@@ -4,7 +4,7 @@ Several schedulers are shown taken together, and each in a line of its own.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 
 from rich.console import Console, Group
@@ -99,18 +99,22 @@ class View:
         self._error: RequestError | None = None
         self._taken_at: float | None = None
         self._steps_per_s: float | None = None
+        # By the scheduler's address.
+        self._num_steps: Mapping[str, int] = {}
 
     def take(self, answer: pb.GetStateResponse | pb.WatchStateResponse | RequestError) -> None:
         """Takes the next state, or the error that came in its place; the state before it stays in the picture."""
         if isinstance(answer, RequestError):
             self._error, self._taken_at, self._steps_per_s = answer, None, None
             return
-        state, self._schedulers = answer.state, answer.schedulers
+        self._state, self._schedulers = answer.state, answer.schedulers
+        named = {row.address: row.state.num_steps for row in answer.schedulers if row.HasField("state")}
+        last, self._num_steps = self._num_steps, named or {"": answer.state.num_steps}
         now, before = self._clock(), self._taken_at
-        num_steps = state.num_steps - self._state.num_steps
-        restarted = num_steps < 0
-        self._steps_per_s = None if before is None or restarted else num_steps / max(now - before, 1e-9)
-        self._state, self._error, self._taken_at = state, None, now
+        # One that has come back, or was started again, counts from the next state on.
+        gains = [num - last[address] for address, num in self._num_steps.items() if num >= last.get(address, num + 1)]
+        self._steps_per_s = None if before is None or not gains else sum(gains) / max(now - before, 1e-9)
+        self._error, self._taken_at = None, now
 
     def print(self) -> None:
         """Writes the picture on a terminal, else the lines."""

@@ -6,18 +6,20 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf import descriptor_pool
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
 from protos.histogram import REQUEST_SECONDS, Histogram
-from protos.interceptor import Context, Interceptor, behaviour_of, sides_of, with_behaviour
+from protos.interceptor import Context, Interceptor, behaviour_of, with_behaviour
 
 _DETAILS = "grpc-status-details-bin"
+# By whether the client and the server send several messages.
 _KINDS = {
-    "unary_unary": "unary",
-    "unary_stream": "server_stream",
-    "stream_unary": "client_stream",
-    "stream_stream": "bidi_stream",
+    (False, False): "unary",
+    (False, True): "server_stream",
+    (True, False): "client_stream",
+    (True, True): "bidi_stream",
 }
 
 
@@ -80,8 +82,8 @@ class Calls(Interceptor, Generic[C]):
         return self._live[context]
 
     def around(self, handler: Any, method: str) -> Any:
-        behaviour, kind = behaviour_of(handler), _KINDS[sides_of(handler)]
-        _, service, name = method.split("/")
+        behaviour, (_, service, name) = behaviour_of(handler), method.split("/")
+        kind = _kind(service, name, handler)
         counts = self.counts.setdefault((kind, service, name), MethodCounts())
 
         async def observed(request: object, context: Context) -> object:
@@ -90,7 +92,10 @@ class Calls(Interceptor, Generic[C]):
             answer = behaviour(request, context)
             del request  # see `protos.boundary`: errors outlive their calls, and with them what our frames hold
             try:
-                return await answer
+                answered = await answer
+                if context.code() not in (0, None, grpc.StatusCode.OK):  # as set by who does not wait for its client
+                    _read_refusal(call, context)
+                return answered
             except asyncio.CancelledError:
                 # The client hung up, or gRPC did at the deadline.
                 left_s = context.time_remaining()
@@ -111,6 +116,15 @@ class Calls(Interceptor, Generic[C]):
                 self.end(call, context)
 
         return with_behaviour(handler, observed)
+
+
+def _kind(service: str, name: str, handler: Any) -> str:
+    """Of the method as it is declared, if it is: its handler may be one that refuses calls of any kind."""
+    try:
+        method = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
+    except KeyError:
+        return _KINDS[handler.request_streaming, handler.response_streaming]
+    return _KINDS[method.client_streaming, method.server_streaming]
 
 
 def _read_refusal(call: Call, context: Context) -> None:

@@ -107,7 +107,10 @@ def _servers(
     )
     if not has_admin:
         return [clients]
-    return [clients, Server(introspection(None), max_message_bytes=PUBLIC_MESSAGE_BYTES, reflect=settings.reflection)]
+    operators = Server(
+        introspection(None), max_message_bytes=PUBLIC_MESSAGE_BYTES, reflect=settings.reflection, calls=calls
+    )
+    return [clients, operators]
 
 
 async def _mirror_health(schedulers: Schedulers, servers: Sequence[Server], changed: asyncio.Event) -> None:

@@ -194,12 +194,14 @@ class SchedulerLink:
             delay_s = _RECONNECT_DELAY_S
             try:
                 await self._converse(call)
-                log.warning("scheduler closed the session")
+                log.warning("scheduler closed the session", extra={"scheduler": self.address})
             except TimeoutError:
                 if obstacle := await self._line.obstacle():
-                    log.warning("no connection to the scheduler", extra={"details": obstacle})
+                    facts = {"scheduler": self.address, "details": obstacle}
+                    log.warning("no connection to the scheduler", extra=facts)
             except grpc.aio.AioRpcError as error:
-                log.warning("session lost", extra={"code": error.code().name, "details": error.details()})
+                facts = {"scheduler": self.address, "code": error.code().name}
+                log.warning("session lost", extra=facts | {"details": error.details() or ""})
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     delay_s = _REFUSED_DELAY_S
             finally:
@@ -249,7 +251,8 @@ class SchedulerLink:
             was_serving = self.serving
             self._num_silent_looks += 1
             if was_serving != self.serving:
-                log.error("the scheduler is silent", extra={"for_s": self._stall_s, "live": len(self._live)})
+                facts = {"scheduler": self.address, "for_s": self._stall_s, "live": len(self._live)}
+                log.error("the scheduler is silent", extra=facts)
                 self._on_change()
 
     def _send(self, message: pb.SessionRequest) -> None:
@@ -293,7 +296,7 @@ class SchedulerLink:
     def _receive(self, message: pb.SessionResponse) -> None:
         was_stalled, self._num_silent_looks = self.stalled, 0
         if was_stalled:
-            log.info("the scheduler is heard again")
+            log.info("the scheduler is heard again", extra={"scheduler": self.address})
             self._on_change()
         match message.WhichOneof("message"):
             case "step_outputs":
@@ -338,7 +341,8 @@ class SchedulerLink:
             self._on_refused(live, Refusal(code, rejected.reason, rejected.message, retry_delay_ms=delay_ms))
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:
-        log.info("scheduler connected", extra={"model": welcome.model.model, "epoch": welcome.scheduler_epoch})
+        facts = {"scheduler": self.address, "model": welcome.model.model, "epoch": welcome.scheduler_epoch}
+        log.info("scheduler connected", extra=facts)
         last_life, last_welcome, self.welcome = self.life, self.welcome, welcome
         self.connected = True
         went_in_order, self.draining = self.draining, False

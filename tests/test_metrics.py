@@ -66,9 +66,9 @@ class Scrapes:
 
 
 @contextlib.asynccontextmanager
-async def scraped_plane(worker: FakeWorker | None = None, **scheduler_options):
+async def scraped_plane(worker: FakeWorker | None = None, router: dict[str, object] | None = None, **scheduler_options):
     scrapes = Scrapes()
-    router = {"metrics_listen": f"127.0.0.1:{scrapes.router}"}
+    router = {"metrics_listen": f"127.0.0.1:{scrapes.router}"} | (router or {})
     options = {"metrics_listen": f"127.0.0.1:{scrapes.scheduler}"} | scheduler_options
     async with fakes.control_plane(worker, router=router, **options) as plane:
         yield plane, scrapes
@@ -225,6 +225,17 @@ async def test_refusals_cancellations_and_deadlines_are_counted_by_what_they_are
         assert values["pagewire_admission_rejections_total", "RESOURCE_EXHAUSTED"] == 1
         assert values["vllm:admission_rejections_total", "RESOURCE_EXHAUSTED"] == 1
         assert values["pagewire_request_success_total", "abort"] == 2
+
+
+async def test_a_call_that_is_refused_unread_counts_as_what_its_method_is(tmp_path):
+    (tmp_path / "tokens.toml").write_text("")
+    guarded = {"auth_tokens": tmp_path / "tokens.toml", "admin_listen": f"127.0.0.1:{free_port()}"}
+    async with scraped_plane(router=guarded) as (plane, scrapes):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await plane.generation.Generate(request()).read()
+        values = await scrapes.values(scrapes.router)
+        sides = ("Generate", "pagewire.v1.GenerationService", "server_stream")
+        assert values["grpc_server_handled_total", "Unauthenticated", *sides] == 1
 
 
 async def test_both_formats_are_valid_and_labelled_with_the_model():

@@ -173,6 +173,20 @@ def test_steps_per_second_are_those_between_two_states_and_unknown_behind_a_rest
     assert rates == ["-", "50.0", "-", "10.0"]
 
 
+def test_a_scheduler_that_comes_back_does_not_count_what_it_did_before():
+    now = [100.0]
+    view = View("host:1", terminal(), clock=lambda: now[0])
+    rates = []
+    for counts in ({"a": 100, "b": 9000}, {"a": 110}, {"a": 120, "b": 9500}, {"a": 120, "b": 9540}):
+        now[0] += 2
+        states = {address: pb.SchedulerState(num_steps=num_steps) for address, num_steps in counts.items()}
+        named = [pb.NamedScheduler(address=address, state=states.get(address)) for address in "ab"]
+        whole = pb.SchedulerState(num_steps=sum(counts.values()))
+        view.take(pb.WatchStateResponse(state=whole, schedulers=named))
+        rates.append(re.search(r"steps_per_s=(\S+)", view.lines()[0])[1])
+    assert rates == ["-", "5.0", "5.0", "20.0"]
+
+
 # Watching
 
 

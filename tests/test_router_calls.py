@@ -11,7 +11,9 @@ import pytest
 from fakes import ControlPlane, FakeWorker, control_plane, request, running
 
 import router.__main__ as router_main
+from pagewire.launch import free_port
 from protos.pagewire.v1 import generation_pb2 as pb
+from protos.pagewire.v1 import introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.rpc import dial, wait_for_serving
 from router.config import RouterSettings
@@ -64,6 +66,16 @@ async def test_an_answered_request_is_one_line_with_all_there_is_to_tell(lines):
             "preemptions": 0,
             "trace_id": TRACE.split("-")[1],
         }
+
+
+async def test_a_watch_at_the_operators_port_is_a_line_that_says_why_it_ended(lines):
+    async with control_plane(router={"admin_listen": f"127.0.0.1:{free_port()}"}) as plane:
+        watch = plane.introspection.WatchState(introspection_pb2.WatchStateRequest())
+        await watch.read()
+        plane.stop_router.set()
+        (line,) = await lines(1)
+        facts = [line[name] for name in ("event", "level", "method", "code", "reason")]
+        assert facts == ["call", "DEBUG", "WatchState", "UNAVAILABLE", "DRAINING"]
 
 
 async def test_a_refused_request_is_a_line_with_its_reason(lines):
