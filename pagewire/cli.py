@@ -29,7 +29,7 @@ class _ReportingGroup(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except PagewireError as error:
-            _console(stderr=True).print("error:", _explained(error), style="red", markup=False)
+            _console(stderr=True).print("error:", _explained(error, ctx.obj), style="red", markup=False)
             raise typer.Exit(1) from error
 
 
@@ -472,11 +472,13 @@ def _console(*, stderr: bool = False) -> "Console":
     return Console(stderr=stderr, highlight=False, soft_wrap=True)
 
 
-def _explained(error: PagewireError) -> str:
+def _explained(error: PagewireError, access: Access | None) -> str:
     """The error's own sentence, and what to do where that is known."""
     if isinstance(error, Unavailable) and not error.reason:
-        if "handshake" in str(error).lower():
-            return f"no server answers by TLS; leave --tls out, or say by --ca what to trust ({error})"
+        from pagewire.health import is_distrust, not_let_in
+
+        if access is not None and is_distrust(str(error), access):
+            return not_let_in(str(error))
         return (
             f"no server answers; `pagewire up` starts one, --target names another, --tls is for one with TLS ({error})"
         )

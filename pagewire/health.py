@@ -33,7 +33,15 @@ def check(target: str, service: str = "", timeout_s: float = 2.0, access: Access
             code, why = error.code(), (error.details() or "").rpartition("last error: ")[2]
             if code is grpc.StatusCode.NOT_FOUND:
                 return f"no service {service!r}"
-            if access.is_tls and any(words in why.lower() for words in _DISTRUST):
-                return f"{NOT_LET_IN}; leave it out, or look at --ca, --certificate and --key ({why})"
-            return f"{NO_ANSWER} ({code.name})"
+            return not_let_in(why) if is_distrust(why, access) else f"{NO_ANSWER} ({code.name})"
     return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+
+
+def is_distrust(why: str, access: Access) -> bool:
+    """Whether gRPC says that somebody is there, and TLS comes to nothing."""
+    return access.is_tls and any(words in why.lower() for words in _DISTRUST)
+
+
+def not_let_in(why: str) -> str:
+    """The sentence for that."""
+    return f"{NOT_LET_IN}; leave it out, or look at --ca, --certificate and --key ({why})"

@@ -378,6 +378,8 @@ async def test_our_own_client_and_command_line_get_in_with_tls_and_a_token(token
         assert "running=0" in shown.stdout, shown.stderr
         refused = await asyncio.to_thread(lambda: pagewire(*arguments, "generate", "p", token="b"))
         assert "this token is not known" in refused.stderr
+        unknown = (await asyncio.to_thread(pagewire, *arguments[:2], "generate", "p")).stderr
+        assert "not let in by TLS; leave it out, or look at --ca, --certificate and --key" in unknown
         assert "no server answers" in (await asyncio.to_thread(pagewire, "generate", "p")).stderr
 
 
