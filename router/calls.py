@@ -32,7 +32,7 @@ _FINISHED_REASON = {
     pb.FINISH_REASON_IGNORED: "ignored",
 }
 # Codes that tell a client to come back: it was not let in.
-_TURNED_AWAY = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
+TURNED_AWAY = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
 log = logging.getLogger("router.access")
 
 
@@ -118,7 +118,7 @@ class ClientCalls(Calls[ClientCall]):
     def _count(self, call: ClientCall) -> None:
         live = call.live
         num_tokens = live.num_tokens if live is not None else 0
-        if call.code in _TURNED_AWAY and not num_tokens:
+        if call.code in TURNED_AWAY and not num_tokens:
             reason = call.reason or call.code.name
             self.num_turned_away[reason] = self.num_turned_away.get(reason, 0) + 1
         if live is None:

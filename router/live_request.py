@@ -20,10 +20,10 @@ from protos.errors import Refusal
 from protos.logprobs import Logprobs
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.trace_context import TraceContext
-from router.check import MAX_LOGPROBS_TOLD, CheckedRequest
 from router.detokenizer import Detokenizer, Match, StopStrings
 from router.logprobs import of_prompt, token_logprobs
 from router.received import Received, received_of
+from router.resolve import MAX_LOGPROBS_TOLD, CheckedRequest
 from router.tokenizer import Tokenizer
 
 # Of all sequences: about 1 MB, where clients take messages of 4 MiB unless they are told otherwise.

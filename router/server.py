@@ -14,17 +14,15 @@ from protos import session_pb2
 from protos.errors import Refusal, Violation, invalid_argument, taken_over, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.rpc import PUBLIC_MESSAGE_BYTES
-from router.calls import ClientCall, ClientCalls
+from router.calls import TURNED_AWAY, ClientCall, ClientCalls
 from router.check import (
     MAX_REQUEST_ID_BYTES,
-    CheckedRequest,
     RequestLimits,
     ServedModel,
     check_before_tokenizing,
     check_model,
     check_token_ids,
     check_tokenize,
-    resolve,
 )
 from router.client_stream import writing_to
 from router.config import RouterSettings
@@ -32,6 +30,7 @@ from router.heartbeats import Heartbeats
 from router.limits import Permit, TenantLimits
 from router.live_request import LiveRequest
 from router.load_reports import LoadMeter
+from router.resolve import CheckedRequest, resolve
 from router.schedulers import Schedulers
 from router.tenants import Tenant, Tenants
 from router.tokenizer import ChatTemplateError, Tokenizer
@@ -40,8 +39,6 @@ from router.tokenizer import ChatTemplateError, Tokenizer
 _INLINE_CHARS = 4096
 _INLINE_TOKENS = 4096
 _INLINE_MESSAGES = 256
-# Who is refused so before a token was computed is not charged.
-_TURNED_AWAY = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 
 
 class GenerationService:
@@ -203,29 +200,17 @@ class GenerationService:
         check_before_tokenizing(request, model, self._tokenizer.max_token_bytes, call.header_id)
         call.model = model.name
         call.operation = "chat" if request.HasField("chat") else "text_completion"
-        call.request_id = request_id = request.request_id or self._new_id(tenant, call.header_id)
-        scoped_id = self._tenants.scoped(tenant, request_id)
-        held = self._live.get(scoped_id)
-        if scoped_id in self._live and not _resumes(request, held):
-            message = f"request_id: {request_id!r} is in use by a live request; send another or none"
-            raise Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
-        takes_over = held is not None  # and is one request with it
-        if len(self._live) >= self._settings.max_live_requests + takes_over:
-            message = f"this router answers {len(self._live)} requests already; retry, or use another"
-            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS", message, retry_delay_ms=1000)
-        permit = self._tenant_limits.enter(tenant, instead=takes_over)
+        call.request_id = request.request_id or self._new_id(tenant, call.header_id)
+        scoped_id = self._tenants.scoped(tenant, call.request_id)
+        held = self._held(scoped_id, request)
+        permit = self._tenant_limits.enter(tenant, instead=held is not None)
         self._live.setdefault(scoped_id)
         try:
-            begin = time.monotonic()
-            prompt_token_ids, text = await self._prompt(request)
-            call.tokenizing = (begin, time.monotonic())
-            echo = text if request.output.echo else ""
-            checked = resolve(request, request_id, prompt_token_ids, echo, model, whole=whole)
-            checked = self._of_tenant(checked, tenant)
+            checked = await self._resolve(request, call, tenant, model, whole=whole)
             holder = await self._schedulers.who_has(scoped_id) if checked.resume is not None else None
             is_paid = held is not None and _computed(checked) == _computed(held.request)
             if not is_paid:
-                self._tenant_limits.charge_prompt(permit, len(prompt_token_ids))
+                self._tenant_limits.charge_prompt(permit, len(checked.prompt_token_ids))
             handle = self._schedulers.new_handle()
             live = LiveRequest(
                 handle,
@@ -250,11 +235,44 @@ class GenerationService:
         call.live = self._live[scoped_id] = live
         return live, permit
 
+    def _held(self, scoped_id: str, request: pb.GenerateRequest) -> LiveRequest | None:
+        """The live request of another call that this one goes on with.
+
+        Raises:
+            Refusal: ALREADY_EXISTS, it is another one's; RESOURCE_EXHAUSTED, there are as many as there may be.
+        """
+        held = self._live.get(scoped_id)
+        if scoped_id in self._live and not _resumes(request, held):
+            message = f"request_id: {request.request_id!r} is in use by a live request; send another or none"
+            raise Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
+        if len(self._live) >= self._settings.max_live_requests + (held is not None):  # which is one with it
+            message = f"this router answers {len(self._live)} requests already; retry, or use another"
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS", message, retry_delay_ms=1000)
+        return held
+
+    async def _resolve(
+        self, request: pb.GenerateRequest, call: ClientCall, tenant: Tenant, model: ServedModel, *, whole: bool
+    ) -> CheckedRequest:
+        """The request with its prompt's tokens and its defaults, apart from those of other tenants."""
+        begin = time.monotonic()
+        prompt_token_ids, text = await self._prompt(request)
+        call.tokenizing = (begin, time.monotonic())
+        echo = text if request.output.echo else ""
+        checked = resolve(request, call.request_id, prompt_token_ids, echo, model, whole=whole)
+        is_shared = self._settings.share_prefix_cache_across_tenants
+        return replace(
+            checked,
+            scoped_id=self._tenants.scoped(tenant, call.request_id),
+            cache_salt=checked.cache_salt if is_shared else self._tenants.scoped(tenant, checked.cache_salt),
+            tenant=tenant.name,
+            tenant_weight=tenant.weight,
+        )
+
     def _release(self, live: LiveRequest, permit: Permit, error: BaseException | None) -> None:
         """Forgets a request that has ended, one way or another."""
         if self._live.get(live.request.scoped_id) is live:
             del self._live[live.request.scoped_id]
-        if isinstance(error, Refusal) and error.code in _TURNED_AWAY and live.num_tokens == 0:
+        if isinstance(error, Refusal) and error.code in TURNED_AWAY and live.num_tokens == 0:
             self._tenant_limits.cancel(permit)
         else:
             self._tenant_limits.leave(permit, max(0, live.num_tokens - live.num_charged_tokens))
@@ -275,17 +293,6 @@ class GenerationService:
         scoped_id = self._tenants.scoped(tenant, request_id)
         live.request = replace(live.request, request_id=request_id, scoped_id=scoped_id)
         self._live[scoped_id] = live
-
-    def _of_tenant(self, request: CheckedRequest, tenant: Tenant) -> CheckedRequest:
-        """The same request, apart from those of other tenants."""
-        salt = request.cache_salt
-        return replace(
-            request,
-            scoped_id=self._tenants.scoped(tenant, request.request_id),
-            cache_salt=salt if self._settings.share_prefix_cache_across_tenants else self._tenants.scoped(tenant, salt),
-            tenant=tenant.name,
-            tenant_weight=tenant.weight,
-        )
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[list[int], str]:
         """Token ids of the prompt, and its text."""

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 
 import grpc
 
@@ -21,6 +20,7 @@ from scheduler.config import SchedulerSettings
 from scheduler.observer import Observer
 from scheduler.pacing import Pacing
 from scheduler.plan import Finished, Plan, StepResult
+from scheduler.policy import Policy
 from scheduler.recorder import Recorder
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup
@@ -32,6 +32,8 @@ _RETENTION_S = 60.0
 _RECONNECT_DELAY_S = 0.1
 # What a timer of the event loop may be early by: it counts in milliseconds.
 _TIMER_S = 0.001
+# What requests were checked and their blocks counted by.
+_SAME_OF_EVERY_WORKER = ("model", "context_length", "vocabulary_size", "dtype", "quantization", "block_size")
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +55,6 @@ class SchedulerLoop:
         settings: SchedulerSettings,
         sessions: Sessions,
         observer: Observer,
-        clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
     ) -> None:
         self.core: Scheduler | None = None
@@ -69,12 +70,13 @@ class SchedulerLoop:
         self._link = WorkerLink(settings.worker, on_lost=self.wake, tls=settings.worker_tls)
         self._sessions = sessions
         self._observer = observer
-        self._clock = clock
         self._recorder = recorder
         self._work = asyncio.Event()
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()
         self._pacing: Pacing | None = None
+        # Why the last worker was refused; None where it was not.
+        self._refusal: str | None = None
 
     @property
     def serving(self) -> bool:
@@ -158,43 +160,34 @@ class SchedulerLoop:
         self._changed = asyncio.Event()
 
     def _adopt(self, info: GetInfoResponse) -> bool:
-        """Takes a worker for the model that is served; False for one of another model."""
+        """Takes a worker for the model that is served; False for one that can not serve as the one before did.
+
+        Raises:
+            CannotServe: it is the first, and has less room than the steps that are asked for take.
+        """
         policy = self._settings.policy(info.device)
-        if info.max_num_batched_tokens < policy.max_num_batched_tokens:
-            message = (
-                f"--max-num-batched-tokens {policy.max_num_batched_tokens} is more than the "
-                f"{info.max_num_batched_tokens} that the worker has room for: lower it, or raise the worker's"
-            )
+        if (refusal := _why_not(info, self.info, policy)) is not None:
             if self.core is None:
-                raise CannotServe(message)
-            log.error("worker refused: %s", message)
+                raise CannotServe(refusal)
+            if refusal != self._refusal:
+                log.error("worker refused: %s", refusal)
+            self._refusal = refusal
             return False
+        self._refusal = None
         pools = BlockManager(info.num_blocks, info.block_size, info.num_cpu_blocks)
         if self.core is None:
             self.core = Scheduler(policy, pools)
             if self._recorder is not None:
                 facts = {name: getattr(info, name) for name in ("model", "dtype", "quantization", "device")}
                 self._recorder.attach(self.core, facts)
-            self.info = info
-            self.ready.set()
-        assert self.info is not None
-        for name in ("model", "context_length", "vocabulary_size", "dtype", "quantization", "block_size"):
-            if getattr(info, name) != getattr(self.info, name):
-                log.error(
-                    "worker refused: its %s is %s, and requests are served with %s; start one like the worker before, "
-                    "or this scheduler anew",
-                    name,
-                    getattr(info, name),
-                    getattr(self.info, name),
-                )
-                return False
-        if (info.num_blocks, info.num_cpu_blocks) != (self.core.blocks.num_blocks, self.core.blocks.num_swap_blocks):
+        elif (info.num_blocks, info.num_cpu_blocks) != (self.core.blocks.num_blocks, self.core.blocks.num_swap_blocks):
             self.core.replace_pool(pools)
         if (num_concurrent_steps := max(1, info.num_concurrent_steps)) != self.core.in_flight.num_concurrent:
             self.core.set_num_concurrent_steps(num_concurrent_steps)
         if info.swap_ms_per_block:
             self.core.note_swap(1, info.swap_ms_per_block / 1e3)
         self.info = info
+        self.ready.set()
         facts = {"model": info.model, "blocks": info.num_blocks, "block_size": info.block_size, "epoch": info.epoch}
         log.info("worker connected", extra=facts | {"num_concurrent_steps": num_concurrent_steps})
         return True
@@ -204,7 +197,7 @@ class SchedulerLoop:
         assert self.core is not None
         pacing = self._pacing = Pacing(self.core.in_flight.max_steps, self.core.in_flight.num_concurrent)
         while True:
-            now, plan_time = self._clock(), pacing.next_plan_time()
+            now, plan_time = time.monotonic(), pacing.next_plan_time()
             if plan_time is not None and plan_time < now + _TIMER_S:
                 plan = self._plan(now)
                 if plan.rows:
@@ -222,7 +215,7 @@ class SchedulerLoop:
             assert oldest is not None
             result = await self._link.receive(oldest, None if plan_time is None else plan_time - now)
             if result is not None:
-                self.last_step_ms = pacing.pop(self._clock()) * 1e3
+                self.last_step_ms = pacing.pop(time.monotonic()) * 1e3
                 self.last_step_tokens = oldest.num_tokens
                 self.num_answered += 1
                 if pacing.oldest is None:
@@ -263,7 +256,7 @@ class SchedulerLoop:
         assert self.core is not None
         self._work.clear()
         deadline = self.core.next_deadline
-        timeout_s = None if deadline is None else max(0.0, deadline - self._clock())
+        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._work.wait()
@@ -291,11 +284,11 @@ class SchedulerLoop:
         if ticket is not None:
             level = logging.ERROR if refusal.code is grpc.StatusCode.INTERNAL else logging.INFO
             log.log(level, refusal.message, extra={"request_id": group.request_id})
-            self._sessions.reject(ticket, refusal, self._clock())
+            self._sessions.reject(ticket, refusal, time.monotonic())
 
     def deliver_finished(self, finished: list[Finished]) -> None:
         """Tells routers of sequences that ended."""
-        now = self._clock()
+        now = time.monotonic()
         for ticket in self._sessions.deliver_finished(finished):
             self._sessions.end(ticket, now)
             group = ticket.group
@@ -307,3 +300,19 @@ class SchedulerLoop:
                 "total_ms": round((now - group.arrival) * 1e3, 1),
             }
             log.info("request finished", extra=facts)
+
+
+def _why_not(info: GetInfoResponse, before: GetInfoResponse | None, policy: Policy) -> str | None:
+    """Why a worker can not serve where one of `before` did; of the first that is None."""
+    if info.max_num_batched_tokens < policy.max_num_batched_tokens:
+        return (
+            f"--max-num-batched-tokens {policy.max_num_batched_tokens} is more than the "
+            f"{info.max_num_batched_tokens} that the worker has room for: lower it, or raise the worker's"
+        )
+    for name in _SAME_OF_EVERY_WORKER if before is not None else ():
+        if getattr(info, name) != getattr(before, name):
+            return (
+                f"its {name} is {getattr(info, name)}, and requests are served with {getattr(before, name)}; "
+                "start one like the worker before, or this scheduler anew"
+            )
+    return None

@@ -12,8 +12,8 @@ from protos.errors import Refusal
 from protos.logprobs import Logprobs
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.sampling_pb2 import Sampling
-from router.check import CheckedRequest
 from router.live_request import LiveRequest, OutputStream
+from router.resolve import CheckedRequest
 from router.tokenizer import Tokenizer
 
 

@@ -7,7 +7,8 @@ from protos import session_pb2
 from protos.columns import unpack, unpack_floats
 from protos.errors import Refusal
 from protos.pagewire.v1 import generation_pb2 as pb
-from router.check import CheckedRequest, ServedModel, check_before_tokenizing, resolve
+from router.check import ServedModel, check_before_tokenizing
+from router.resolve import CheckedRequest, resolve
 from router.tokenizer import GenerationDefaults
 
 # The model's own generation_config asks for sampling with filters.
