@@ -106,6 +106,17 @@ class _Rows:
         names, filters = tuple(name[rows] for name in self.names), tuple(column[rows] for column in self.filters)
         return _Rows(self.scaled[rows], names, filters)
 
+    def candidates(self, num: int) -> tuple[Tensor, Tensor]:
+        """The best scaled logits of each row, best first, and their token ids, [R, C] each: `num` of them, or more.
+
+        All that a top-k keeps are among them where a top-p asks for a share of their mass.
+        """
+        top_k, top_p, _, _ = self.filters
+        vocabulary_size = self.scaled.shape[1]
+        most_of_k = int(top_k.masked_fill((top_k >= vocabulary_size) | (top_p >= 1), 0).max())
+        values, ids = self.scaled.topk(min(max(num, most_of_k), vocabulary_size))
+        return values, ids
+
 
 def _draw(rows: _Rows) -> Tensor:
     """Token ids, [R] int64, drawn from the whole vocabulary."""
@@ -119,7 +130,7 @@ def _draw(rows: _Rows) -> Tensor:
 
 def _draw_from_head(rows: _Rows, num_candidates: int = _NUM_CANDIDATES) -> Tensor:
     """Token ids, [R] int64, drawn from what top-k, top-p and min-p keep, looked for among `num_candidates` first."""
-    values, ids = rows.scaled.topk(min(num_candidates, rows.scaled.shape[1]))  # [R, C], best first
+    values, ids = rows.candidates(num_candidates)
     thresholds = _thresholds(rows, values)
     kept = values.masked_fill(values < thresholds, -torch.inf)
     choices = gumbel_noise(ids, *rows.names).add_(kept).argmax(-1, keepdim=True)
@@ -151,7 +162,7 @@ def _draw_typical(rows: _Rows) -> Tensor:
 
 def _head_thresholds(rows: _Rows, num_candidates: int = _NUM_CANDIDATES) -> Tensor:
     """`_thresholds`, looked for as far down as it takes: [R, 1]."""
-    values = rows.scaled.topk(min(num_candidates, rows.scaled.shape[1])).values
+    values, _ = rows.candidates(num_candidates)
     thresholds = _thresholds(rows, values)
     overflowing = _overflowing(values, thresholds, rows.scaled.shape[1])
     if len(overflowing) > 0:

@@ -43,6 +43,11 @@ class Detokenizer:
         self._pending.clear()
         return self._new_in(text)
 
+    def flush(self) -> str:
+        """The whole characters of what is pending, when nothing follows: its last token may begin another one."""
+        whole = self._tokenizer.decode(self._pending).rstrip(_REPLACEMENT) if self._pending else ""
+        return self._new_in(whole)
+
     def _go_on_behind(self, token_ids: Sequence[int]) -> None:
         """Begins anew, behind tokens whose text was given."""
         tail = _tail(self._tokenizer, token_ids)

@@ -169,6 +169,7 @@ class OutputStream:
         self.ended = True
         if not self.stopped:  # else it may have ended by itself, before the scheduler was told, and hold the overrun's
             self.cumulative_logprob = end.cumulative_logprob
+            self._push_text(self._detokenizer.flush())
         self._has_delta = True
         self._delta.cumulative_logprob = self.cumulative_logprob
         self.finish_reason = pb.FINISH_REASON_STOP if self.stopped else _FINISH_REASON[end.status]

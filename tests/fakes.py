@@ -6,7 +6,7 @@ import itertools
 import json
 import tempfile
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,17 +44,25 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tokenizer(directory: Path) -> Path:
-    """A checkpoint directory without weights whose token ids are bytes, so that a test can count them."""
+def tokenizer_of_bytes(longer: Mapping[int, bytes] | None = None) -> tokenizers.Tokenizer:
+    """One whose token ids are bytes, so that a test can count them, and beside these tokens of several bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     # ByteLevel writes byte b as a printable character; give that character the id b.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     shifted = {byte: chr(256 + n) for n, byte in enumerate(b for b in range(256) if b not in printable)}
-    vocabulary = {shifted.get(byte, chr(byte)): byte for byte in range(256)}
-    assert sorted(vocabulary) == alphabet
+    written = [shifted.get(byte, chr(byte)) for byte in range(256)]
+    assert sorted(written) == alphabet
+    vocabulary = {character: byte for byte, character in enumerate(written)}
+    vocabulary |= {"".join(written[byte] for byte in row): token_id for token_id, row in (longer or {}).items()}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """A checkpoint directory without weights whose token ids are bytes."""
+    tokenizer = tokenizer_of_bytes()
     tokenizer.add_special_tokens(["<bos>", "<eos>", "<x>", "<y>"])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))

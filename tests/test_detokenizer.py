@@ -5,8 +5,8 @@ import itertools
 import hypothesis.strategies as st
 import pytest
 import tokenizers
-from fakes import write_tokenizer
-from hypothesis import example, given, settings
+from fakes import tokenizer_of_bytes, write_tokenizer
+from hypothesis import assume, example, given, settings
 from tokenizers import decoders, models
 
 from router.detokenizer import Detokenizer, Match, StopStrings
@@ -34,6 +34,29 @@ def byte_fallback() -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
+
+
+# Tokens that end within a character, and have whole ones before it, by their ids: a space and half of an emoji, say.
+CUT = {256: b" \xf0\x9f\x98", 257: "י".encode() + b"\xd7", 258: b"ab\xc3"}
+
+
+@pytest.fixture(scope="module")
+def cutting() -> tokenizers.Tokenizer:
+    """Of all bytes, and of those tokens."""
+    return tokenizer_of_bytes(CUT)
+
+
+@given(ids=st.lists(st.sampled_from([*CUT, *b"a ", *"é🙂א".encode()]), max_size=12))
+@settings(deadline=None)
+def test_at_the_end_all_whole_characters_have_been_given(cutting, ids):
+    data = b"".join(CUT.get(token_id, bytes([token_id % 256])) for token_id in ids)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as broken:
+        assume(broken.end == len(data) and broken.reason == "unexpected end of data")
+        text = data[: broken.start].decode()
+    detokenizer = Detokenizer(cutting)
+    assert "".join([*map(detokenizer.push, ids), detokenizer.flush()]) == text
 
 
 # At the end of what there is, U+FFFD may stand for half a character: it waits for what comes behind it.

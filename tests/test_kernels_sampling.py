@@ -26,6 +26,8 @@ FILTERS = [
     (0, 1.0, 1.0),
     (50, 0.9, 0.0),
     (50, 0.9, 0.02),
+    (600, 0.9, 0.0),
+    (700, 0.99, 0.001),
     (0, 1.0, 0.0),
 ]
 
@@ -97,7 +99,7 @@ def test_a_row_that_is_no_distribution_gets_some_token_and_spoils_no_other(kerne
 
 def test_rows_may_stand_apart_and_typical_sampling_is_the_twins(kernels):
     logits = torch.randn(6, 2000, generator=torch.Generator().manual_seed(0))[:, 100:400]
-    heat, filters = torch.ones(6), columns(FILTERS[5:], 300)
+    heat, filters = torch.ones(6), columns(FILTERS[-6:], 300)
     assert kernels.sample_tokens(logits, heat, *names(6)).equal(reference.sample_tokens(logits, heat, *names(6)))
     filters[3][2] = 0.4
     arguments = (heat, *names(6), filters)

@@ -2,10 +2,11 @@
 
 import asyncio
 from array import array
+from types import SimpleNamespace
 
 import grpc
 import pytest
-from fakes import TEXT, scripted_logprobs, write_tokenizer
+from fakes import TEXT, scripted_logprobs, tokenizer_of_bytes, write_tokenizer
 
 from protos import session_pb2
 from protos.errors import Refusal
@@ -104,6 +105,15 @@ async def test_a_take_waits_for_text_not_for_half_a_character(live):
 
 
 # Stop strings
+
+
+@pytest.mark.parametrize("stop_strings, text", [((), "a "), ((" ",), "a")])
+async def test_whole_characters_of_a_last_token_that_ends_within_another_one_are_told(make, stop_strings, text):
+    cutting = SimpleNamespace(backend=tokenizer_of_bytes({256: b" \xf0\x9f\x98"}))
+    stream = OutputStream(0, make(stop_strings=stop_strings).request, cutting)
+    stream.push([ord("a"), 256], end())
+    delta = stream.take_delta()
+    assert (delta.text, delta.stop_match.string, stream.num_tokens) == (text, "".join(stop_strings), 2)
 
 
 async def test_the_token_that_completes_a_stop_string_is_the_last_that_counts(make, stopped):
