@@ -97,6 +97,10 @@ class Access:
             raise AccessError(f"--ca, --certificate, --key: {error}") from error
 
 
+# For a server that asks for nothing.
+OPEN = Access()
+
+
 def _server_name(target: str) -> list[tuple[str, Any]]:
     """Whom a certificate must name where it can not name the target, which is a socket's path."""
     return [("grpc.ssl_target_name_override", "localhost")] if target.startswith("unix:") else []

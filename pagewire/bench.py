@@ -17,14 +17,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pagewire.access import Access
+from pagewire.access import OPEN, Access
 from pagewire.client import AsyncClient
 from pagewire.errors import PagewireError, RequestError
 from pagewire.request import Options
 
 OPEN_LOOP_TESTS = ("w4",)
 _WARM = "warm"
-_OPEN = Access()
 _REQUEST = '{"ids": [...], "max_tokens": N, "gap": seconds}'
 Workload = dict[str, list[list[dict[str, Any]]]]
 
@@ -160,7 +159,7 @@ async def run(
     on_start: Callable[[str, int, int], None] = lambda test, repetition, tokens: None,
     on_tokens: Callable[[int], None] = lambda count: None,
     on_row: Callable[[Row], None] = lambda row: None,
-    access: Access = _OPEN,
+    access: Access = OPEN,
 ) -> list[Row]:
     """Warms the server up, then plays each test as often as told, the tests in turn.
 

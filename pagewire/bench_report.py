@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pagewire import bench, state
-from pagewire.access import Access
+from pagewire.access import OPEN, Access
 from pagewire.bench import Row
 from pagewire.client import Client
 from pagewire.processes import peak_resident_bytes, start_ticks
@@ -32,8 +32,6 @@ _TABLE = (
     ("tokens", ("out_tok",), "{:.0f}"),
 )
 
-_OPEN = Access()
-
 
 def run(
     target: str,
@@ -45,7 +43,7 @@ def run(
     memory_of: int | None,
     json_file: Path | None,
     console: Console,
-    access: Access = _OPEN,
+    access: Access = OPEN,
 ) -> None:
     """Plays the workload, prints a table of the best run of each test, and writes everything to `json_file`.
 

@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from pagewire import results
-from pagewire.access import DEFAULT_TARGET, Access
+from pagewire.access import DEFAULT_TARGET, OPEN, Access
 from pagewire.errors import RequestError, from_rpc_error, named
 from pagewire.request import (
     Message,
@@ -56,7 +56,6 @@ CHANNEL_OPTIONS = [
 Response = TypeVar("Response")
 Metadata = tuple[tuple[str, str], ...]
 _END: Any = grpc.aio.EOF
-_OPEN = Access()
 
 
 class Stream:
@@ -201,7 +200,7 @@ class Client:
     the same target is there within seconds: streams are resumed, and calls without an answer are made again.
     """
 
-    def __init__(self, target: str = DEFAULT_TARGET, access: Access = _OPEN) -> None:
+    def __init__(self, target: str = DEFAULT_TARGET, access: Access = OPEN) -> None:
         self.target = target
         self._channel = access.channel(target, [*CHANNEL_OPTIONS, *options_towards(target)])
         self._metadata = access.metadata
@@ -283,7 +282,7 @@ class Client:
 class AsyncClient:
     """The same as `Client` for asyncio; made inside the loop that uses it. Cancelling a task cancels its call."""
 
-    def __init__(self, target: str = DEFAULT_TARGET, access: Access = _OPEN) -> None:
+    def __init__(self, target: str = DEFAULT_TARGET, access: Access = OPEN) -> None:
         self.target = target
         self._channel = access.aio_channel(target, [*CHANNEL_OPTIONS, *options_towards(target)])
         self._metadata = access.metadata

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from pagewire.access import Access
+from pagewire.access import OPEN, Access
 from pagewire.introspection import introspection
 from protos.pagewire.v1 import introspection_pb2 as pb
 
-_OPEN = Access()
 _TIMEOUT_S = 5.0
 _STATUS = {
     pb.REQUEST_STATUS_WAITING: "waiting",
@@ -17,7 +16,7 @@ _STATUS = {
 }
 
 
-def show(target: str, request_id: str, console: Console, access: Access = _OPEN) -> None:
+def show(target: str, request_id: str, console: Console, access: Access = OPEN) -> None:
     """Prints what the server says of a request.
 
     Raises:

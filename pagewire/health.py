@@ -3,7 +3,7 @@
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagewire.access import Access, as_grpc_takes
+from pagewire.access import OPEN, Access, as_grpc_takes
 
 SERVING = "SERVING"
 # How a sentence begins where nobody answers; the whole of it for one who has the connection and does nothing with it.
@@ -13,10 +13,9 @@ SILENT = f"{NO_ANSWER} (DEADLINE_EXCEEDED)"
 NOT_LET_IN = "not let in by TLS"
 # gRPC then says one of these: it does not trust the server, or not for that name, or the server does not trust us.
 _DISTRUST = ("handshake failed", "verification check failed", "socket closed")
-_OPEN = Access()
 
 
-def check(target: str, service: str = "", timeout_s: float = 2.0, access: Access = _OPEN) -> str:
+def check(target: str, service: str = "", timeout_s: float = 2.0, access: Access = OPEN) -> str:
     """The health of one service, or of the whole server, in gRPC's words; a sentence where nobody answers it.
 
     Args:

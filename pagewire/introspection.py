@@ -8,18 +8,16 @@ from contextlib import contextmanager
 
 import grpc
 
-from pagewire.access import Access
+from pagewire.access import OPEN, Access
 from pagewire.client import CHANNEL_OPTIONS
 from pagewire.errors import Unsupported, from_rpc_error
 from protos.errors import Refusal
 from protos.pagewire.v1.introspection_pb2 import NamedScheduler
 from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 
-_OPEN = Access()
-
 
 @contextmanager
-def introspection(target: str, access: Access = _OPEN) -> Iterator[IntrospectionServiceStub]:
+def introspection(target: str, access: Access = OPEN) -> Iterator[IntrospectionServiceStub]:
     """The service of the server at `target` while the `with` block lasts.
 
     Raises:

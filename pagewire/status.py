@@ -5,7 +5,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from pagewire import health, state
-from pagewire.access import Access
+from pagewire.access import OPEN, Access
 from pagewire.client import Client
 from pagewire.errors import RequestError
 from pagewire.introspection import in_a_line, introspection
@@ -23,7 +23,7 @@ def show(port: int, console: Console, access: Access) -> bool:
     answer = health.check(target, access=access)
     if running:
         console.print(_processes(running, access))
-    elif answer.startswith("no answer"):
+    elif answer.startswith(health.NO_ANSWER):
         console.print(f"nothing runs on port {port}; `pagewire up` starts a cluster")
         return False
     console.print(f"listens  {target}, {with_remedy(answer, access)}", markup=False)
@@ -37,7 +37,7 @@ def show(port: int, console: Console, access: Access) -> bool:
 
 def health_of(running: ClusterState, name: str, access: Access) -> str:
     """What one service of a cluster says of its health, where one gets in at the routers by `access`."""
-    return health.check(running.addresses[name], access=access if name.startswith("router") else Access())
+    return health.check(running.addresses[name], access=access if name.startswith("router") else OPEN)
 
 
 def with_remedy(answer: str, access: Access) -> str:

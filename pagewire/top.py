@@ -12,12 +12,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pagewire.access import Access
+from pagewire.access import OPEN, Access
 from pagewire.errors import RequestError, Unavailable
 from pagewire.introspection import in_a_line, introspection
 from protos.pagewire.v1 import introspection_pb2 as pb
 
-_OPEN = Access()
 _TIMEOUT_S = 5.0
 _RETRY_S = 1.0
 # A server that was there and is away for longer is not watched any more.
@@ -26,7 +25,7 @@ _MAX_BAR_CELLS = 60
 _HEADING_CELLS = 12
 
 
-def run(target: str, interval_s: float, *, once: bool, console: Console, access: Access = _OPEN) -> None:
+def run(target: str, interval_s: float, *, once: bool, console: Console, access: Access = OPEN) -> None:
     """Shows a server's state until Ctrl-C, or once.
 
     Raises:
@@ -60,7 +59,7 @@ def watch(
     interval_s: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-    access: Access = _OPEN,
+    access: Access = OPEN,
 ) -> Iterator[pb.WatchStateResponse | Unavailable]:
     """States as they come, for ever; while a server that was there does not answer, its error before each retry.
 

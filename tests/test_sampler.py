@@ -8,7 +8,8 @@ import torch
 
 from kernels.philox import gumbel_noise_of_all
 from protos.sampling_pb2 import Sampling
-from worker.sampler import Sample, SamplingParameters, draw_tokens
+from worker.sampler import draw_tokens
+from worker.sampling_parameters import Sample, SamplingParameters
 
 GREEDY = SamplingParameters(
     temperature=0,

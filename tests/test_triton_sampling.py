@@ -10,7 +10,8 @@ from triton_device import everywhere, never_waits
 
 from kernels.sampling import sample_tokens
 from worker.adjustments import TokenHistory
-from worker.sampler import Sample, SamplingParameters, draw_tokens
+from worker.sampler import draw_tokens
+from worker.sampling_parameters import Sample, SamplingParameters
 
 
 def parameters(temperature, top_k=None, top_p=1.0, min_p=0.0, seed=0, typical_p=1.0):

@@ -15,7 +15,8 @@ from kernels.philox import gumbel_noise_of_all
 from protos.columns import pack, pack_floats
 from protos.sampling_pb2 import Sampling
 from worker.adjustments import TokenHistory
-from worker.sampler import Sample, SamplingParameters, draw_tokens
+from worker.sampler import draw_tokens
+from worker.sampling_parameters import Sample, SamplingParameters
 
 transformers = pytest.importorskip("transformers")
 from transformers.generation import logits_process as theirs  # noqa: E402

@@ -11,7 +11,8 @@ from protos.columns import unpack
 from protos.sampling_pb2 import Sampling
 from worker.candidates import best_candidates
 from worker.inputs import MalformedStep
-from worker.sampler import Sample, SamplingParameters, draw_tokens
+from worker.sampler import draw_tokens
+from worker.sampling_parameters import Sample, SamplingParameters
 
 PROMPT = [5, 17, 3, 88, 42, 9, 61, 2, 30, 11, 7]
 OTHER = PROMPT[::-1]

@@ -13,7 +13,8 @@ from protos.logprobs import LogprobReader
 from protos.sampling_pb2 import Sampling
 from worker.inputs import MalformedStep
 from worker.logprobs import token_logprobs
-from worker.sampler import Sample, SamplingParameters, draw_tokens
+from worker.sampler import draw_tokens
+from worker.sampling_parameters import Sample, SamplingParameters
 
 PROMPT = [5, 17, 3, 88, 42, 9, 61, 2, 30, 11, 7]
 PARAMETERS = SamplingParameters.from_message(Sampling(top_p=1), vocabulary_size=5)

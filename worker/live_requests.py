@@ -14,7 +14,7 @@ from protos.worker_pb2 import ExecuteModelRequest, NewRequest
 from worker.adjustments import TokenHistory
 from worker.inputs import LAST_SAMPLED, Integers, MalformedStep, Step, StepLimits, check_token_ids, read_column
 from worker.last_tokens import LastTokens
-from worker.sampler import Sample, SamplingParameters
+from worker.sampling_parameters import Sample, SamplingParameters
 
 
 @dataclass(slots=True)

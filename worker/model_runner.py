@@ -34,7 +34,8 @@ from worker.layers.embedding import Head
 from worker.live_requests import LiveRequests
 from worker.logprobs import TokenLogprobs, prompt_logprobs
 from worker.models.model import Model
-from worker.sampler import Sample, SampledTokens, draw_tokens
+from worker.sampler import SampledTokens, draw_tokens
+from worker.sampling_parameters import Sample
 from worker.step_in_flight import Note, StepInFlight, StepMarks, to_host
 from worker.streams import Mark, Streams, streams_of
 from worker.transfer import Array

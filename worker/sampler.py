@@ -27,10 +27,8 @@ from kernels.choice import NormalizersAndBest, SampleTokens
 from worker.adjustments import TokenIds, add_biases, forbid, penalize_occurrences, penalize_repetition
 from worker.candidates import Candidates, best_candidates
 from worker.logprobs import TokenLogprobs, token_logprobs
-from worker.sampling_parameters import Sample, SamplingParameters
+from worker.sampling_parameters import Sample
 from worker.transfer import Array, to_device
-
-__all__ = ["Sample", "SampledTokens", "SamplingParameters", "draw_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
