@@ -65,14 +65,14 @@ class Decoder:
         """Ends a waiting group that can not run: IGNORED, or a search by its length if it ran in another pool."""
         if group.beam is not None and group.root.output_token_ids:
             group.beam.conclude([_beam(sequence, []) for sequence in group.live])
-            self._end_search(group, plan.new_tokens, plan.ignored, message)
+            self._end_search(group, plan.new_tokens, plan.finished, message)
             return
         for sequence in list(group.live):
             self._queues.finish(group, sequence, Status.FINISHED_IGNORED)
-            plan.ignored.append(Finished(group, sequence, message))
+            plan.finished.append(Finished(group, sequence, message))
         if group.beam is not None:  # the client waits for n ends
             group.sequences = [_ended(group, index, None, Status.FINISHED_IGNORED) for index in range(group.n)]
-            plan.ignored[-1:] = [Finished(group, sequence, message) for sequence in group.sequences]
+            plan.finished[-1:] = [Finished(group, sequence, message) for sequence in group.sequences]
 
     def end_outgrown(self, plan: Plan, group: SequenceGroup) -> bool:
         """Ends those of a waiting group's sequences that have all the tokens which the pool has room for; whether all.
@@ -83,7 +83,7 @@ class Decoder:
         ends = [Finished(group, sequence, why_no_more(group, sequence, self._queues.blocks)) for sequence in outgrown]
         for sequence in outgrown:
             self._queues.finish(group, sequence, Status.FINISHED_LENGTH_CAPPED)
-        plan.ignored += ends
+        plan.finished += ends
         return not group.live
 
     def _accept(self, row: Row, outputs: StepOutputs) -> bool:

@@ -231,7 +231,7 @@ class SchedulerLoop:
         plan = self.core.schedule(now)
         self._observer.planned(plan, now)
         self._sessions.deliver_tokens(plan.new_tokens)
-        self.deliver_finished(plan.ignored)
+        self.deliver_finished(plan.finished)
         for dropped in plan.dropped:
             code = grpc.StatusCode.DEADLINE_EXCEEDED
             self._fail(dropped.group, Refusal(code, "DEADLINE_EXCEEDED", dropped.message))

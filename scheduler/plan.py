@@ -76,16 +76,16 @@ class NewTokens:
 
 @dataclass(slots=True)
 class Plan:
-    """One step. Without rows there is nothing to run, though `ignored` and `dropped` may tell of groups that ended.
+    """One step. Without rows there is nothing to run, though `finished` and `dropped` may tell of groups that ended.
 
     Attributes:
         blocks_to_swap_out: pairs (block, swap block), done first.
         blocks_to_swap_in: pairs (swap block, block), done next.
         blocks_to_copy: pairs (from, to), done before the forward.
-        new_tokens: outputs that came with the sequences of `ignored`.
-        ignored: sequences of groups that are too large for the pool, or for the one that replaced it; they have ended.
+        new_tokens: outputs that came with the sequences of `finished`.
+        finished: sequences of groups that are too large for the pool, or for the one that replaced it.
         dropped: groups whose deadline passed, or can not be met; they have ended.
-        preempted: groups that lost their blocks to older ones.
+        preempted: groups that lost their blocks to others.
         resumed: groups that had lost them before, and run again.
         new_groups: groups in the rows that the worker has not seen.
         forget: numbers of requests that the worker has seen and nobody needs.
@@ -101,7 +101,7 @@ class Plan:
     blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     new_tokens: list[NewTokens] = field(default_factory=list)
-    ignored: list[Finished] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     preempted: list[Preemption] = field(default_factory=list)
     resumed: list[SequenceGroup] = field(default_factory=list)

@@ -179,7 +179,7 @@ def _checksum(plan: Plan) -> int:
         [group.number for group in plan.resumed],
         [digest(preemption) for preemption in plan.preempted],
         [dropped.group.number for dropped in plan.dropped],
-        [digest(ignored) for ignored in plan.ignored],
+        [digest(end) for end in plan.finished],
         [(new.group.number, new.sequence.index, new.first_index) for new in plan.new_tokens],
     )
     return crc32(to_line(rest), crc) if any(rest) else crc

@@ -123,7 +123,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, str]]:
     yield from ((preempted.group.request_id, f"preempted, {preempted.reason}") for preempted in plan.preempted)
     yield from ((group.request_id, "resumed") for group in plan.resumed)
     yield from ((dropped.group.request_id, f"dropped, {dropped.message}") for dropped in plan.dropped)
-    yield from (_end(end) for end in plan.ignored)
+    yield from (_end(end) for end in plan.finished)
 
 
 def _row(row: Row) -> str:

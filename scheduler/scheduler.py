@@ -42,7 +42,7 @@ from scheduler.sequence import Progress, Sequence, SequenceGroup, Status
 from scheduler.suspects import RUN_APART, Conviction, Suspects
 
 # Of the tokens of a step, those of one that suspects are tried in.
-_SHARE_ON_TRIAL = 4
+_TRIAL_BUDGET_DIVISOR = 4
 
 
 class Scheduler:
@@ -340,7 +340,7 @@ class Scheduler:
     def _budget(self) -> int:
         """Tokens of the next step at most: few on a trial, for all to go on soon after a loss, one after the other."""
         most = self.policy.max_num_batched_tokens
-        return max(self.policy.max_num_seqs, most // _SHARE_ON_TRIAL) if self.suspects else most
+        return max(self.policy.max_num_seqs, most // _TRIAL_BUDGET_DIVISOR) if self.suspects else most
 
     @property
     def _rates_to_refuse_by(self) -> Rates:

@@ -136,11 +136,11 @@ def test_a_search_that_can_never_fit_ends_n_times_ignored():
     core = make(num_blocks=4)
     submit(core, 12, n=2, beam=BeamParams(3))
     plan = core.schedule(0.0)
-    assert [(end.sequence.index, end.sequence.status) for end in plan.ignored] == [
+    assert [(end.sequence.index, end.sequence.status) for end in plan.finished] == [
         (0, Status.FINISHED_IGNORED),
         (1, Status.FINISHED_IGNORED),
     ]
-    assert "3 x" in plan.ignored[0].message
+    assert "3 x" in plan.finished[0].message
     core.check()
 
 
@@ -154,7 +154,7 @@ def test_a_search_that_does_not_fit_into_a_new_workers_pool_ends_with_what_it_ha
     core.requeue_running()
     core.replace_pool(type(core.blocks)(num_blocks=6, block_size=4))
     plan = core.schedule(0.0)
-    assert [end.sequence.status for end in plan.ignored] == [Status.FINISHED_LENGTH_CAPPED] * 2
+    assert [end.sequence.status for end in plan.finished] == [Status.FINISHED_LENGTH_CAPPED] * 2
     assert [new.sequence.output_token_ids.tolist() for new in plan.new_tokens] == best
     core.check()
 

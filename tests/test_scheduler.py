@@ -97,8 +97,8 @@ def test_a_prompt_that_can_never_fit_is_ignored_with_an_explanation_and_others_g
     plan, _ = step(core)
     assert rows(plan) == [(2, 0, 3)]
     assert group.sequences[0].status is Status.FINISHED_IGNORED
-    assert "17 tokens" in plan.ignored[0].message
-    assert "4 KV blocks" in plan.ignored[0].message
+    assert "17 tokens" in plan.finished[0].message
+    assert "4 KV blocks" in plan.finished[0].message
 
 
 def test_a_full_pool_preempts_the_newest_group():
@@ -170,8 +170,8 @@ def test_sequences_that_went_on_unevenly_in_a_larger_pool_end_at_this_ones_cap_o
     begun = [Progress(array("i", [7])), Progress(array("i", [7] * 9))]
     group = submit(core, 1, max_tokens=20, n=2, progress=begun)
     plan, _ = step(core)
-    assert [ended.sequence.index for ended in plan.ignored] == [1]
-    assert "13 KV blocks of 1 tokens that there are, behind a prompt of 1 tokens and beside" in plan.ignored[0].message
+    assert [ended.sequence.index for ended in plan.finished] == [1]
+    assert "13 KV blocks of 1 tokens that there are, behind a prompt of 1 tokens and beside" in plan.finished[0].message
     while group.live:
         step(core)
     assert [len(sequence.output_token_ids) for sequence in group.sequences] == [6, 9]

@@ -329,9 +329,9 @@ def test_a_sampled_group_that_outgrew_the_pool_of_a_new_worker_ends_by_its_lengt
     core.requeue_running()
     core.replace_pool(type(core.blocks)(num_blocks=6, block_size=4))
     plan = core.schedule(0.0)
-    assert [end.sequence.status for end in plan.ignored] == [Status.FINISHED_LENGTH_CAPPED]
-    assert "20 tokens of output" in plan.ignored[0].message
-    assert "behind a prompt of 8 tokens" in plan.ignored[0].message
+    assert [end.sequence.status for end in plan.finished] == [Status.FINISHED_LENGTH_CAPPED]
+    assert "20 tokens of output" in plan.finished[0].message
+    assert "behind a prompt of 8 tokens" in plan.finished[0].message
     assert len(group.sequences[0].output_token_ids) == 20
 
 

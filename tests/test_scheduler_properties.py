@@ -154,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampling = {sequence for before in self.in_flight for row in before.rows for sequence in row.samples}
             assert not sampling & {row.sequence for row in plan.rows}, "a row is behind a token that is in flight"
         self.memory.execute(plan)
-        for end in plan.ignored:
+        for end in plan.finished:
             self.end_once(end.group, end.sequence.index)
         for dropped in plan.dropped:
             assert not dropped.group.live
