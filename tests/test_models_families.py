@@ -1,5 +1,7 @@
 """Our own models against Hugging Face: greedy tokens and log-probabilities, in mixed batches of chunks and decodes."""
 
+import json
+
 import pytest
 import torch
 from models_fakes import PROMPTS, VOCABULARY_SIZE, assert_alike, ours, save, theirs, tiny_model
@@ -72,6 +74,7 @@ CASES = {
     ),
     "opt": ("OPTConfig", OPT, {}),
     "opt-350m": ("OPTConfig", OPT, {"do_layer_norm_before": False, "word_embed_proj_dim": 18}),
+    "opt, untied": ("OPTConfig", OPT, {"tie_word_embeddings": False}),
     "opt, projected, no biases": (
         "OPTConfig",
         OPT,
@@ -143,6 +146,33 @@ def test_what_transformers_saves_of_its_defaults_reads_as_if_it_were_left_out(na
     full = getattr(transformers, name)().to_dict()
     needed = ("vocab_size", "hidden_size", "num_attention_heads", "ffn_dim", "num_hidden_layers")
     assert ours.from_json(full) == ours.from_json({key: full[key] for key in needed if key in full})
+
+
+def by_config(directory, **changes):
+    """Transformers' model of a checkpoint whose config.json now says something else."""
+    from transformers import AutoModelForCausalLM
+
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen3", "gpt2, scaled by layer, untied", "opt, untied"])
+def test_a_head_of_its_own_is_not_tied_though_config_json_says_so(tmp_path, case):
+    model = by_config(save(make(case), tmp_path), tie_word_embeddings=True)
+    assert_alike(ours(tiny_runner(tmp_path)), theirs(model))
+
+
+@pytest.mark.parametrize("kinds", [["full_attention", "sliding_attention", "full_attention"], ["full_attention"] * 3])
+def test_a_mistral_with_windows_by_layer_is_a_ministral(tmp_path, kinds):
+    model = by_config(save(make("mistral"), tmp_path), layer_types=kinds)
+    assert_alike(ours(tiny_runner(tmp_path)), theirs(model))
+
+
+def test_rope_scaling_that_was_added_to_a_config_of_transformers_5_counts(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    model = by_config(save(make("qwen3"), tmp_path), rope_scaling=yarn)
+    assert_alike(ours(tiny_runner(tmp_path)), theirs(model))
 
 
 def rename(directory, change):

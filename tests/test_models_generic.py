@@ -6,13 +6,15 @@ import sys
 
 import pytest
 import torch
-from models_fakes import PROMPTS, VOCABULARY_SIZE, assert_alike, ours, save, theirs, tiny_model
+from models_fakes import NUM_TOKENS, PROMPTS, VOCABULARY_SIZE, assert_alike, ours, save, theirs, tiny_model
 from real_worker import start_runner
+from safetensors.torch import load_file, save_file
 from torch import nn
 from worker_fakes import tiny_runner
 
 from bench.in_process import make_runner
-from worker.checkpoint import UnsupportedModel, read_config
+from kernels.choice import with_int8_weights
+from worker.checkpoint import ModelError, UnsupportedModel, read_config
 from worker.models import generic
 from worker.models.generic import GenericForCausalLM
 from worker.models.llama import LlamaForCausalLM
@@ -156,6 +158,113 @@ def test_longrope_turns_by_the_served_context_and_not_by_the_step(tmp_path, cont
     prompts = [PROMPTS[0], PROMPTS[3]] if context_length > 16 else [PROMPTS[2]]
     runner = start_runner(served, num_blocks=64, block_size=4).runner
     assert_alike(ours(runner, prompts), theirs(model, prompts))
+
+
+def served_by_config(directory, config, **numbers):
+    """Transformers' model, saved, and the one that serves it."""
+    import transformers
+
+    model = tiny_model(getattr(transformers, config)(**numbers))
+    runner = tiny_runner(save(model, directory))
+    assert isinstance(runner._model, GenericForCausalLM)
+    model.set_attn_implementation("eager")
+    return model, runner
+
+
+GPT2 = {"vocab_size": VOCABULARY_SIZE, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_positions": 64, "eos_token_id": None}
+OPT = NUMBERS | {"ffn_dim": 44, "activation_function": "gelu", "word_embed_proj_dim": 20, "num_key_value_heads": 3}
+GEMMA4 = NUMBERS | {
+    "vocab_size_per_layer_input": VOCABULARY_SIZE,
+    "hidden_size_per_layer_input": 8,
+    "global_head_dim": 12,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA3 = {
+    "text_config": NUMBERS | {"model_type": "gemma3_text", "sliding_window": 11},
+    "vision_config": VISION | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+    "mm_tokens_per_image": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "config, numbers",
+    [
+        ("GPT2Config", GPT2 | {"activation_function": "relu"}),
+        ("GPTBigCodeConfig", GPT2),
+        ("OPTConfig", OPT),
+        ("Gemma4TextConfig", GEMMA4),
+        ("Gemma3Config", GEMMA3),
+    ],
+)
+def test_a_head_may_hand_on_whatever_else_its_layers_give(tmp_path, config, numbers):
+    model, runner = served_by_config(tmp_path, config, **numbers)
+    assert_alike(ours(runner), theirs(model))
+
+
+@pytest.mark.parametrize("case", ["phi3", "mixtral"])
+def test_weights_of_8_bits_are_no_fault_of_the_architecture(tmp_path, case):
+    directory = save(make(case), tmp_path)
+    served = load_model(directory, read_config(directory), torch.float32, CPU, wrap=with_int8_weights)
+    assert not [module for module in served._whole.modules() if type(module) is nn.Linear]
+    assert not [module for module in served._layers.modules() if type(module) is nn.Linear]
+    found = ours(make_runner(served, num_blocks=64, block_size=16, dtype=torch.float32, device=CPU)[0])
+    assert [len(generation) for generation in found] == [NUM_TOKENS] * len(PROMPTS)
+
+
+def test_an_architecture_that_says_something_else_is_refused_with_weights_of_8_bits_too(tmp_path, monkeypatch):
+    directory = save(make("phi3"), tmp_path)
+    monkeypatch.setattr(generic, "attend", lambda operations, q, *_: q)
+    with pytest.raises(UnsupportedModel, match="are off by"):
+        load_model(directory, read_config(directory), torch.float32, CPU, wrap=with_int8_weights)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (
+            lambda path, t: path.write_bytes(path.read_bytes()[:-100]),
+            "model.safetensors can not be read.*fetch or save",
+        ),
+        (
+            lambda path, t: path.write_bytes(b"garbage, not a header"),
+            "model.safetensors can not be read.*fetch or save",
+        ),
+        (lambda path, t: path.unlink(), "holds neither model.safetensors nor"),
+        (lambda path, t: save_file(t | {NORM: t[NORM][1:].clone()}, path), rf"{NORM} is \[35\] in .* means \[36\]"),
+        (lambda path, t: save_file({NORM: t[NORM]}, path, {"format": "pt"}), r"lacks lm_head.weight, .* more tensors"),
+        (lambda path, t: save_file(t | {NORM: t[NORM] / 0}, path), rf"not finite: NaN or infinity is in {NORM} of /"),
+    ],
+)
+def test_what_is_wrong_with_the_files_is_said_of_them_and_not_of_the_architecture(tmp_path, change, complaint):
+    directory = save(make("phi3"), tmp_path)
+    path = directory / "model.safetensors"
+    change(path, {name: tensor.clone() for name, tensor in load_file(path).items()})
+    with pytest.raises(ModelError, match=complaint) as caught:
+        served_by(directory, torch.float32)
+    assert "none of ours" not in str(caught.value)
+
+
+def test_what_overflows_in_a_narrower_dtype_is_told_so(tmp_path):
+    model = make("phi3")
+    with torch.no_grad():
+        model.model.norm.weight *= 1e4
+        model.lm_head.weight *= 1e3
+    with pytest.raises(ModelError, match="not finite: a value overflows as float16; choose another --dtype"):
+        served_by(save(model, tmp_path), torch.float16)
+
+
+def test_memory_that_is_not_there_is_said_to_be_wanted_for_the_weights(tmp_path):
+    directory = save(make("phi3"), tmp_path)
+    config = read_config(directory) | {"intermediate_size": 10**12}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"no memory for the weights of /.*you tried to allocate .*narrower --dtype"):
+        served_by(directory, torch.float32)
 
 
 def test_the_log_says_which_path_and_why(tmp_path, caplog):

@@ -95,3 +95,8 @@ def test_the_context_served_is_the_one_asked_for_within_what_the_rope_type_reach
 def test_rotating_a_part_of_a_head_is_not_ours():
     with pytest.raises(UnsupportedModel, match="a part of each head"):
         LlamaConfig.from_json(NUMBERS | {"partial_rotary_factor": 0.5})
+
+
+def test_yarn_with_a_theta_whose_logarithm_is_none_is_refused_in_words():
+    with pytest.raises(ValueError, match="rope_theta is 1, and has to be more than 1 for rope type 'yarn'"):
+        LlamaConfig.from_json(NUMBERS | {"rope_parameters": YARN | {"rope_theta": 1}})

@@ -52,7 +52,7 @@ def write_gguf(path, model, **changes):
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(changes.pop("pre_tokenizer", "smollm"))
     writer.add_token_list(VOCABULARY)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(VOCABULARY) - len(SPECIAL)))
+    writer.add_token_types(changes.pop("kinds", [3] * len(SPECIAL) + [1] * (len(VOCABULARY) - len(SPECIAL))))
     writer.add_token_merges(["1 2", "a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -70,9 +70,16 @@ def write_gguf(path, model, **changes):
         heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
         if stem in heads:
             values = as_llama_cpp_orders(values, heads[stem])
+        values = values.astype(changes.get("dtype", np.float32))
         writer.add_tensor(f"{prefix}{GGUF_NAMES[stem]}.{suffix}", np.ascontiguousarray(values))
     for name in changes.pop("more_tensors", ()):
         writer.add_tensor(name, np.zeros(4, dtype=np.float32))
+    for key in changes.pop("without", ()):
+        del writer.kv_data[0][key]
+    for key, value in changes.pop("metadata", {}).items():
+        writer.kv_data[0][key].value = value
+    for name in changes.pop("lacks", ()):
+        del writer.tensors[0][name]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -108,24 +115,75 @@ def test_digits_stand_alone_special_tokens_are_whole_and_settings_come_along(tmp
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
+def test_tokens_that_a_user_defined_are_whole_and_come_out_as_text(tmp_path):
+    out = tmp_path / "checkpoint"
+    kinds = [4, 3, 3] + [1] * (len(VOCABULARY) - 3)
+    convert(write_gguf(tmp_path / "tiny.gguf", tiny_llama(), kinds=kinds), out)
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    encoded = tokenizer.encode("ab<|endoftext|><|im_start|>")
+    assert encoded.tokens == ["ab", "<|endoftext|>", "<|im_start|>"]
+    assert tokenizer.decode(encoded.ids) == "ab<|endoftext|>"
+
+
 def test_without_the_fix_numbers_would_be_merged(tmp_path):
     out = tmp_path / "checkpoint"
     convert(write_gguf(tmp_path / "tiny.gguf", tiny_llama(), pre_tokenizer="gpt-2"), out)
     assert Tokenizer.from_file(str(out / "tokenizer.json")).encode("ab12").tokens == ["ab", "12"]
 
 
+NEEDED = [
+    "llama.context_length",
+    "llama.embedding_length",
+    "llama.block_count",
+    "llama.feed_forward_length",
+    "llama.attention.head_count",
+    "llama.attention.layer_norm_rms_epsilon",
+    "tokenizer.ggml.tokens",
+    "tokenizer.ggml.token_type",
+    "tokenizer.ggml.merges",
+]
+
+
 @pytest.mark.parametrize(
     "changes, complaint",
     [
-        ({"architecture": "gemma"}, "general.architecture is 'gemma'; only llama is supported"),
+        (
+            {"architecture": "gemma", "more_tensors": ["blk.0.post_ffw_norm.weight"]},
+            "general.architecture is 'gemma'; only llama is supported",
+        ),
         ({"pre_tokenizer": "llama-bpe"}, "tokenizer.ggml.pre is 'llama-bpe'"),
         ({"more_tensors": ["rope_freqs.weight"]}, "tensor rope_freqs.weight has no place"),
         ({"more_tensors": ["blk.0.attn_q_norm.weight"]}, "tensor blk.0.attn_q_norm.weight has no place"),
+        ({"more_tensors": ["undotted"]}, "tensor undotted has no place"),
+        ({"more_tensors": ["blk.7.attn_norm.weight"]}, "holds model.layers.7.input_layernorm.weight, which"),
+        ({"lacks": ["blk.1.ffn_up.weight"]}, "lacks model.layers.1.mlp.up_proj.weight; fetch it again"),
+        (
+            {"metadata": {"llama.feed_forward_length": 60}},
+            r"gate_proj.weight is \[48, 32\], but the metadata mean \[60",
+        ),
+        ({"metadata": {"llama.block_count": 99}}, "llama.block_count is 99, but it has 21 tensors"),
+        ({"metadata": {"llama.attention.head_count": 0}}, "head_count is 0, and has to be a positive int"),
+        ({"metadata": {"llama.attention.key_length": 7}}, "a head of 7 values"),
+        ({"metadata": {"tokenizer.ggml.eos_token_id": 97}}, "eos_token_id is 97, but there are 97 tokens"),
+        ({"metadata": {"tokenizer.ggml.merges": ["1 zz"]}}, "merges do not fit the tokens"),
+        ({"dtype": np.int32}, "tensor token_embd.weight can not be read: .*I32"),
+        ({"kinds": [1, 1]}, "token_type has 2 entries for 97 tokens"),
+        *(({"without": [key]}, f"its metadata lack {key}$") for key in NEEDED),
     ],
 )
 def test_a_file_that_is_not_known_is_refused_and_leaves_nothing(tmp_path, changes, complaint):
     source = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), **changes)
     with pytest.raises(ConversionError, match=complaint):
+        convert(source, tmp_path / "checkpoint")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("share", [0.0005, 0.01, 0.03, 0.5, 0.99])
+def test_a_file_that_is_cut_short_is_told_so_and_leaves_nothing(tmp_path, share):
+    source = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    content = source.read_bytes()
+    source.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ConversionError, match="damaged or cut short, so fetch it again"):
         convert(source, tmp_path / "checkpoint")
     assert list(tmp_path.iterdir()) == [source]
 

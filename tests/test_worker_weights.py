@@ -93,9 +93,18 @@ def test_weights_are_converted_to_the_wanted_dtype_on_the_way(directory):
 
 def test_a_tied_checkpoint_may_hold_the_head_once_more(tmp_path):
     directory = tiny_checkpoint(tmp_path, tie_word_embeddings=True)
-    change_weights(directory, lambda t: t.__setitem__("lm_head.weight", torch.zeros(97, 32)))
+    change_weights(directory, lambda t: t.__setitem__("lm_head.weight", t["model.embed_tokens.weight"].clone()))
     _, model = weights_of(directory)
     assert model.head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("other", [torch.zeros(97, 32), torch.zeros(97, 32, dtype=torch.bfloat16)])
+def test_a_head_that_is_not_the_embedding_is_taken_whatever_config_json_says(tmp_path, caplog, other):
+    directory = tiny_checkpoint(tmp_path, tie_word_embeddings=True)
+    change_weights(directory, lambda t: t.__setitem__("lm_head.weight", other))
+    ours, _ = weights_of(directory)
+    assert torch.equal(ours["lm_head.weight"], torch.zeros(97, 32))
+    assert "set tie_word_embeddings to false" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -110,6 +119,12 @@ def test_a_tied_checkpoint_may_hold_the_head_once_more(tmp_path):
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(directory, change, complaint):
     change_weights(directory, change)
     with pytest.raises(ModelError, match=complaint):
+        weights_of(directory)
+
+
+def test_memory_that_is_not_there_is_said_to_be_wanted_for_the_weights(directory):
+    change_config(directory, intermediate_size=10**12)
+    with pytest.raises(ModelError, match=r"no memory for the weights of /.*you tried to allocate .*narrower --dtype"):
         weights_of(directory)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -73,10 +74,65 @@ def load_weights(
         if not missing:
             piece.pack()
     if missing:
-        raise ModelError(f"{directory} lacks {_list(missing)}")
+        raise ModelError(f"{directory} lacks {listed(missing)}")
     unexpected += [stored_name for name, (_, stored_name) in left.items() if not leaves_out(name)]
     if unexpected:
-        raise ModelError(f"{directory} holds {_list(unexpected)}, which this architecture has no place for")
+        raise ModelError(f"{directory} holds {listed(unexpected)}, which this architecture has no place for")
+
+
+def check_files(directory: Path) -> None:
+    """Looks into every file of weights, for whoever reads them by other means than these.
+
+    Raises:
+        ModelError: there are none, or one can not be read.
+    """
+    for path in _weight_files(directory):
+        _names(path)
+
+
+@contextlib.contextmanager
+def memory_for_weights(directory: Path) -> Iterator[None]:
+    """Around whatever takes memory for a checkpoint's weights.
+
+    Raises:
+        ModelError: there is none left.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # torch has a class for what a GPU lacks, and a message for what the host does.
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        reason = str(error).rpartition("DefaultCPUAllocator: ")[2].splitlines()[0]
+        raise ModelError(
+            f"no memory for the weights of {directory}: {reason}; take a narrower --dtype or a smaller model, or end "
+            "what else uses memory"
+        ) from error
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few of the names, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 3} more tensors" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + more
+
+
+def has_own_head(directory: Path, embedding: str) -> bool:
+    """Whether a checkpoint holds a head whose values are not those of its embedding.
+
+    Args:
+        directory: of the checkpoint.
+        embedding: how the name of the embedding ends there.
+
+    Raises:
+        ModelError: a file can not be read.
+    """
+    files = {name: path for path in _weight_files(directory) for name in _names(path)}
+    embeddings = [name for name in files if name.endswith(embedding)]
+    if "lm_head.weight" not in files or not embeddings:
+        return False
+    head, vectors = (dict(_read(files[name], [name]))[name] for name in ("lm_head.weight", embeddings[0]))
+    return head.dtype != vectors.dtype or not torch.equal(head, vectors)
 
 
 def weight_bytes(directory: Path) -> int:
@@ -143,10 +199,3 @@ def _weight_files(directory: Path) -> list[Path]:
     if single.exists():
         return [single]
     raise ModelError(f"{directory} holds neither model.safetensors nor {_INDEX} (pickled weights are not read)")
-
-
-def _list(names: Iterable[str]) -> str:
-    """The first few of the names, and how many more there are."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - 3} more tensors" if len(ordered) > 3 else ""
-    return ", ".join(ordered[:3]) + more

@@ -116,7 +116,8 @@ def _read_windows(config: dict[str, Any], architecture: str, context_length: int
         return (None,) * num_layers
     if window < 1:
         raise UnsupportedModel(f"sliding_window is {window}: it has to be positive, or null for none")
-    if architecture == "MistralForCausalLM":
+    # With layer_types, transformers takes a Mistral for a Ministral, whose layers differ.
+    if architecture == "MistralForCausalLM" and not config.get("layer_types"):
         return (window,) * num_layers
     first_windowed = config.get("max_window_layers", 28)
     kinds = config.get("layer_types") or [

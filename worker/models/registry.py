@@ -21,7 +21,7 @@ from worker.models.model import Model, ModelNumbers
 from worker.models.opt import OPTConfig, OPTForCausalLM
 from worker.ranks import ALONE, Place, Ranks
 from worker.shares import deal_heads
-from worker.weights import Piece, load_weights
+from worker.weights import Piece, has_own_head, load_weights, memory_for_weights
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,10 @@ class OurNumbers(ModelNumbers, Protocol):
     @property
     def num_heads(self) -> int:
         """Query heads of each layer."""
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the head's weights are the embedding's vectors."""
 
     @classmethod
     def from_json(cls, config: dict[str, Any], context_length: int | None = None) -> Self:
@@ -53,10 +57,17 @@ class OurModel(Model, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How an architecture's numbers are read, and what is built from them."""
+    """How an architecture's numbers are read, and what is built from them.
+
+    Attributes:
+        numbers: reads them.
+        model: is built from them.
+        embedding: how the name of its tensor ends, whatever the prefix.
+    """
 
     numbers: type[OurNumbers]
     model: Callable[..., OurModel]
+    embedding: str = "embed_tokens.weight"
 
 
 ARCHITECTURES = {
@@ -64,7 +75,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture(LlamaConfig, LlamaForCausalLM),
     "Qwen2ForCausalLM": Architecture(LlamaConfig, LlamaForCausalLM),
     "Qwen3ForCausalLM": Architecture(LlamaConfig, LlamaForCausalLM),
-    "GPT2LMHeadModel": Architecture(GPT2Config, GPT2ForCausalLM),
+    "GPT2LMHeadModel": Architecture(GPT2Config, GPT2ForCausalLM, "wte.weight"),
     "OPTForCausalLM": Architecture(OPTConfig, OPTForCausalLM),
 }
 
@@ -113,7 +124,7 @@ def load_model(
 
     Raises:
         UnsupportedModel: neither path runs it; the message names what is supported.
-        ModelError: `config` or the weights do not fit the architecture.
+        ModelError: `config` or the weights do not fit the architecture, or the memory.
     """
     if config.get("quantization_config"):
         raise UnsupportedModel("quantized checkpoints are not supported yet")
@@ -133,9 +144,11 @@ def load_model(
             reason = f"our {name} can not: {problem}"
         else:
             log.info("model path: our own, since %s is one of ours", name)
+            numbers = _untied_if_they_differ(numbers, directory, architecture.embedding)
             operations = choose_operations(numbers.head_dim)
-            model = architecture.model(numbers, operations=operations, dtype=dtype, device=device, ranks=ranks)
-            return _fill(model, directory)
+            with memory_for_weights(directory):
+                model = architecture.model(numbers, operations=operations, dtype=dtype, device=device, ranks=ranks)
+                return _fill(model, directory)
     if ranks.place.size > 1:
         raise UnsupportedModel(
             f"{reason}, and only models of ours are shared out: --tensor-parallel-size and "
@@ -173,6 +186,18 @@ def _read_numbers(
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(f"{directory / 'config.json'} has a value that can not be: {error}") from error
     return numbers
+
+
+def _untied_if_they_differ(numbers: OurNumbers, directory: Path, embedding: str) -> OurNumbers:
+    """The numbers; where the checkpoint has a head of its own, untied whatever they say, as transformers has it."""
+    if not numbers.tied_embeddings or not has_own_head(directory, embedding):
+        return numbers
+    log.warning(
+        "%s ties the head to the embedding, but the checkpoint's lm_head.weight is another one and is taken: set "
+        "tie_word_embeddings to false there to say so",
+        directory / "config.json",
+    )
+    return dataclasses.replace(numbers, tied_embeddings=False)  # type: ignore[type-var]  # see `_check`
 
 
 def _check(numbers: ModelNumbers) -> None:

@@ -42,9 +42,13 @@ def read_rope(config: dict[str, Any], context_length: int) -> Rope:
     Raises:
         UnsupportedModel: the rope type is not built.
         KeyError: a number is missing.
+        ValueError: theta can not be.
     """
     parameters, kind = _rope_parameters(config)
     theta = parameters.get("rope_theta", config.get("rope_theta", 10_000.0))
+    least = 1 if kind == "yarn" else 0  # YaRN divides by its logarithm
+    if not theta > least:
+        raise ValueError(f"rope_theta is {theta}, and has to be more than {least} for rope type {kind!r}")
     if (parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
         raise UnsupportedModel("a rotation of a part of each head is not supported")
     if kind == "default":
@@ -70,8 +74,9 @@ def read_rope(config: dict[str, Any], context_length: int) -> Rope:
 
 
 def _rope_parameters(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    # transformers 5 keeps everything in rope_parameters; before it, rope_theta stood beside rope_scaling.
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # transformers 5 keeps everything in rope_parameters; before it, rope_theta stood beside rope_scaling. Where both
+    # are there, rope_scaling was added by hand, as model cards say to, and transformers goes by that alone.
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return parameters, parameters.get("rope_type", parameters.get("type", "default"))
 
 
