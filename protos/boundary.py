@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 
 class Boundary(Interceptor):
-    """Turns what our servicers raise into statuses, and knows what of ours is live.
+    """Turns what our servicers raise into statuses, and knows which of our calls are live.
 
     The servicers' streaming methods are coroutines that call `context.write`.
 
     Attributes:
-        methods: calls whose methods run.
-        calls: those that are not answered to the end: an answer may be on its way when its method has ended.
+        methods: calls whose methods are running.
+        calls: calls that are not fully answered: an answer may be on its way when its method has ended.
     """
 
     def __init__(self) -> None:
@@ -46,8 +46,8 @@ class Boundary(Interceptor):
                 if isinstance(request, _Malformed):
                     raise request.refusal
                 answer = behaviour(request, context)
-                # An error that is given to gRPC lies in a cycle of its own making until somebody collects it, and with
-                # it what our frames hold: requests of any size.
+                # An error given to gRPC stays in a reference cycle until the garbage collector runs, and with it what
+                # our frames hold: requests of any size.
                 del request
                 return await answer
             except Refusal as refusal:
@@ -70,7 +70,7 @@ class Boundary(Interceptor):
 
 
 async def _abort(context: Context, refusal: Refusal) -> NoReturn:
-    """Ends a call with an error, also where the client does not read what was written before.
+    """Ends a call with an error, even if the client does not read what was written before.
 
     gRPC would wait for such a client until its connection dies.
 
@@ -80,13 +80,13 @@ async def _abort(context: Context, refusal: Refusal) -> NoReturn:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await context.abort_with_status(rpc_status.to_status(to_status(refusal)))
-    await context.send_initial_metadata(())  # raises what the wait was cut off from
+    await context.send_initial_metadata(())  # raises the error that the timeout cut off
     raise AssertionError("an aborted call goes on")
 
 
 @dataclass(frozen=True, slots=True)
 class _Malformed:
-    """Stands for a request whose bytes are no message of its type."""
+    """Stands for a request whose bytes are not a message of its type."""
 
     refusal: Refusal
 

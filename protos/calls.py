@@ -1,4 +1,4 @@
-"""What every call to a server came to: an interceptor around all that may refuse a call, end it or have bugs."""
+"""The outcome of every call to a server: an interceptor around all that may refuse a call, end it or have bugs."""
 
 import asyncio
 import time
@@ -32,8 +32,8 @@ class Call:
         kind: "unary", "server_stream", "client_stream" or "bidi_stream".
         arrival: by `time.monotonic`, s.
         code: how it ended.
-        reason: of a refusal: its stable word; else empty.
-        message: of a refusal: its sentence; else empty.
+        reason: the stable word of a refusal; else empty.
+        message: the sentence of a refusal; else empty.
         total_s: from arrival to end.
     """
 
@@ -60,7 +60,7 @@ C = TypeVar("C", bound=Call)
 
 
 class Calls(Interceptor, Generic[C]):
-    """Counts calls by method, and tells of each at its begin and its end.
+    """Counts calls by method, and lets a subclass act when each begins and ends.
 
     Attributes:
         counts: by kind, service and method.
@@ -71,11 +71,11 @@ class Calls(Interceptor, Generic[C]):
         self._live: dict[Any, C] = {}
 
     def begin(self, service: str, method: str, kind: str, context: Context) -> C:
-        """A call arrives."""
+        """Called when a call arrives."""
         return Call(service, method, kind, time.monotonic())  # type: ignore[return-value]
 
     def end(self, call: C, context: Context) -> None:
-        """The call has ended, as it says."""
+        """Called when the call has ended, as its fields say."""
 
     def of(self, context: Context) -> C:
         """The live call that a servicer answers."""
@@ -93,7 +93,7 @@ class Calls(Interceptor, Generic[C]):
             del request  # see `protos.boundary`: errors outlive their calls, and with them what our frames hold
             try:
                 answered = await answer
-                if context.code() not in (0, None, grpc.StatusCode.OK):  # as set by who does not wait for its client
+                if context.code() not in (0, None, grpc.StatusCode.OK):  # set without waiting for the client
                     _read_refusal(call, context)
                 return answered
             except asyncio.CancelledError:
@@ -119,7 +119,7 @@ class Calls(Interceptor, Generic[C]):
 
 
 def _kind(service: str, name: str, handler: Any) -> str:
-    """Of the method as it is declared, if it is: its handler may be one that refuses calls of any kind."""
+    """The kind of the method as declared, if it is: its handler may be one that refuses calls of any kind."""
     try:
         method = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
     except KeyError:
@@ -128,7 +128,7 @@ def _kind(service: str, name: str, handler: Any) -> str:
 
 
 def _read_refusal(call: Call, context: Context) -> None:
-    """Takes over what the call was aborted with."""
+    """Copies the status that the call was ended with."""
     code: Any = context.code()
     call.code = code if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
     call.message = str(context.details() or "")

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable
 if sys.byteorder != "little":
     raise ImportError("Pagewire's wire format is little-endian, and this machine is not")
 
-# Columns are of int32.
+# Columns hold int32.
 _LARGEST = 2**31 - 1
 
 
@@ -39,7 +39,7 @@ def unpack_floats(column: bytes) -> "array[float]":
 
 
 def next_number(last: int, taken: Container[int]) -> int:
-    """A number for a column, behind `last` and not among `taken`: from 1 on, and anew behind int32's largest."""
+    """The next number for a column after `last` that is not in `taken`: 1 to int32's largest, then again from 1."""
     while True:
         last = last % _LARGEST + 1
         if last not in taken:

@@ -19,7 +19,7 @@ _OF_ERRORS = (status_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR)
 
 
 def descriptor_set() -> FileDescriptorSet:
-    """The public API, the details of its errors and what both import; each file behind its own imports."""
+    """The public API, the details of its errors and what both import; each file after its own imports."""
     files: dict[str, FileDescriptorProto] = {}
 
     def add(file: FileDescriptor) -> None:

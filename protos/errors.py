@@ -13,7 +13,7 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 DOMAIN = "pagewire"
-# A status travels in trailers, which many peers bound at 8 KiB: what quotes or enumerates a request's parts is cut.
+# A status travels in trailers, which many peers limit to 8 KiB: text that quotes or lists a request's parts is cut.
 _MAX_VIOLATIONS = 16
 _MAX_CHARS = 160
 _MAX_MESSAGE_CHARS = 1024
@@ -56,19 +56,19 @@ class Refusal(Exception):
 
 
 class CannotListen(OSError):
-    """A server's address can not be bound; the message names it."""
+    """A server's address cannot be bound; the message names it."""
 
 
 class CannotServe(RuntimeError):
-    """What a process was told does not fit what it met; the message says what to change."""
+    """What a process was told to do does not fit what it found; the message says what to change."""
 
 
 class CannotTrace(RuntimeError):
-    """Spans were asked for, and can not be made; the message says what is missing."""
+    """Spans were asked for, but cannot be made; the message says what is missing."""
 
 
 def invalid_argument(violations: Sequence[Violation]) -> Refusal:
-    """INVALID_ARGUMENT naming the violations, the first of very many; the message repeats them for plain clients."""
+    """INVALID_ARGUMENT naming the violations, or the first ones of many; the message repeats them for plain clients."""
     if len(violations) > _MAX_VIOLATIONS:
         left_out = Violation("request", f"{len(violations) - _MAX_VIOLATIONS} more violations are left out here")
         violations = [*violations[:_MAX_VIOLATIONS], left_out]
@@ -78,7 +78,7 @@ def invalid_argument(violations: Sequence[Violation]) -> Refusal:
 
 
 def unsupported(fields: Sequence[str]) -> Refusal:
-    """UNIMPLEMENTED naming every field that this server knows and does not support yet."""
+    """UNIMPLEMENTED naming every field that this server knows but does not support yet."""
     names = ", ".join(fields)
     verb = "is" if len(fields) == 1 else "are"
     violations = [Violation(field, "not supported yet; leave it unset") for field in fields]
@@ -92,7 +92,7 @@ def unavailable(reason: str, message: str, retry_delay_ms: int = 1000) -> Refusa
 
 
 def taken_over() -> Refusal:
-    """ABORTED, of a call whose request another one has resumed."""
+    """ABORTED, for a call whose request another call has resumed."""
     return Refusal(grpc.StatusCode.ABORTED, "TAKEN_OVER", "another call has taken this request over")
 
 

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-# Upper bounds in seconds: of what a request takes, and of what a step or a token does.
+# Upper bounds in seconds: for the time of a request, and for that of a step or a token.
 REQUEST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 STEP_SECONDS = (
     0.001,
@@ -45,7 +45,7 @@ class Histogram:
         self.sum += value * count
 
     def cumulative(self) -> list[int]:
-        """Observations up to each bound, and at last all of them."""
+        """Observations up to each bound, and finally all of them."""
         counts, total = [], 0
         for count in self._counts[:]:  # a copy: another thread may observe meanwhile
             total += count

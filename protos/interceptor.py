@@ -1,4 +1,4 @@
-"""Interceptors of the calls of our own services: health checks, reflection and channelz are no traffic of ours."""
+"""Interceptors for calls of our own services: health checks, reflection and channelz pass untouched."""
 
 import abc
 from collections.abc import Awaitable, Callable
@@ -17,7 +17,7 @@ class Interceptor(grpc.aio.ServerInterceptor, abc.ABC):
 
     @abc.abstractmethod
     def around(self, handler: Any, method: str) -> Any:
-        """The handler that gRPC is to have instead of `handler`; `method` as in "/pagewire.v1.Service/Method"."""
+        """The handler that gRPC gets instead of `handler`; `method` as in "/pagewire.v1.Service/Method"."""
 
     async def intercept_service(
         self,
@@ -31,19 +31,19 @@ class Interceptor(grpc.aio.ServerInterceptor, abc.ABC):
 
 
 def sides_of(handler: Any) -> str:
-    """How gRPC names handlers of this kind, as "unary_stream" where one request is answered by a stream."""
+    """How gRPC names this kind of handler: "unary_stream" if one request is answered by a stream."""
     return "_".join(
         "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
     )
 
 
 def behaviour_of(handler: Any) -> Behaviour:
-    """What answers calls."""
+    """The function of a handler that answers calls."""
     behaviour: Behaviour = getattr(handler, sides_of(handler))
     return behaviour
 
 
 def with_behaviour(handler: Any, behaviour: Behaviour, deserialize: Callable[[bytes], object] | None = None) -> Any:
-    """A handler of the same kind that answers by `behaviour`, and reads requests by `deserialize` if that is given."""
+    """A handler of the same kind that answers with `behaviour`, and reads requests with `deserialize` if given."""
     make = getattr(grpc, f"{sides_of(handler)}_rpc_method_handler")
     return make(behaviour, deserialize or handler.request_deserializer, handler.response_serializer)

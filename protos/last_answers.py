@@ -1,9 +1,9 @@
-"""Answers that are the last ones of their connections: clients are left time to read them.
+"""Answers that are the last ones on their connections: clients are left time to read them.
 
-gRPC closes the connection of a client that was sent elsewhere (GOAWAY) as soon as its last call has ended, and has then
-handed the end of an answer to the kernel, no more. A client that still reads sends window updates; a kernel answers
-those at a closed connection with a reset, and throws away what it has not sent (RFC 1122, section 4.2.2.13): on
-loopback it broke 9 of 300 drains that each ended with eight answers of 300 kB.
+gRPC closes the connection of a client that was sent elsewhere (GOAWAY) as soon as its last call has ended; by then it
+has only handed the end of the answer to the kernel. A client that still reads sends window updates; a kernel answers
+those on a closed connection with a reset, and discards what it has not sent (RFC 1122, section 4.2.2.13): on loopback
+that broke 9 of 300 drains, each of which ended with eight answers of 300 kB.
 """
 
 import asyncio
@@ -15,23 +15,23 @@ import grpc
 from protos.interceptor import Context, Interceptor, behaviour_of
 from protos.live_calls import LiveCalls, current_call
 
-# What a kernel has taken is about what two round trips carry.
+# A kernel has taken about as much as two round trips carry.
 _READ_S = 0.25
-# Bytes. What is smaller has mostly left the kernel when its call ends.
+# In bytes. A smaller answer has mostly left the kernel when its call ends.
 _LARGE = 64 << 10
 
 
 class LastAnswers(Interceptor):
-    """Ends calls that have one request some time behind their last message, and with it their connection.
+    """Ends calls that have one request, and so their connection, only some time after their last message.
 
-    For gRPC they are all streams, also where one message is the answer: it would send that together with the end.
+    To gRPC they are all streams, even where the answer is one message, which it would otherwise send with the end.
 
     Args:
-        connections_age: whether gRPC sends clients elsewhere at times that nobody is told of.
+        connections_age: whether gRPC sends clients elsewhere at times of its own, which it tells nobody.
 
     Attributes:
-        stopping: whether all clients are sent elsewhere now; before, a call is held only if connections age and its
-            one answer is large.
+        stopping: whether all clients are sent elsewhere now; before that, a call is held only if connections age and
+            its one answer is large.
     """
 
     def __init__(self, connections_age: bool) -> None:
@@ -72,7 +72,7 @@ class LastAnswers(Interceptor):
     async def _hold(self, context: Context) -> None:
         left_s = context.time_remaining()
         if left_s is not None and left_s < 2 * _READ_S:
-            return  # the deadline would come first, and make an error of the answer
+            return  # the deadline would come first, and turn the answer into an error
         self._held.add_until_done(current_call())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READ_S):

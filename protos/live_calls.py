@@ -5,7 +5,7 @@ from typing import Any
 
 
 class LiveCalls:
-    """gRPC's tasks of calls, from when they are added until they are discarded."""
+    """gRPC's tasks for calls, from when they are added until they are discarded."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -13,17 +13,17 @@ class LiveCalls:
         self._none.set()
 
     def add(self, task: asyncio.Task[Any]) -> None:
-        """One has begun."""
+        """Adds a call that has begun."""
         self._tasks.add(task)
         self._none.clear()
 
     def add_until_done(self, task: asyncio.Task[Any]) -> None:
-        """One has begun, and ends with its task."""
+        """Adds a call that ends with its task."""
         self.add(task)
         task.add_done_callback(self.discard)
 
     def discard(self, task: asyncio.Task[Any]) -> None:
-        """One has ended."""
+        """Removes a call that has ended."""
         self._tasks.discard(task)
         if not self._tasks:
             self._none.set()
@@ -38,7 +38,7 @@ class LiveCalls:
 
 
 def current_call() -> asyncio.Task[Any]:
-    """The task that gRPC made for the call that runs this."""
+    """The task that gRPC made for the current call."""
     call = asyncio.current_task()
     assert call is not None
     return call

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, with the most probable ones at their places, as they travel on the internal streams."""
+"""Log-probabilities of tokens and of the most probable tokens in their places, as sent on the internal streams."""
 
 from array import array
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ def _floats() -> "array[float]":
 
 @dataclass(slots=True)
 class Logprobs:
-    """Of consecutive tokens, as columns.
+    """Log-probabilities of consecutive tokens, as columns.
 
     Attributes:
-        num_top: most probable tokens that each token comes with.
+        num_top: how many of the most probable tokens come with each token.
         logprobs: one per token.
         ranks: one per token; 1 for the most probable one.
         top_token_ids: `num_top` per token, best first.
@@ -37,7 +37,7 @@ class Logprobs:
 
     @classmethod
     def unknown(cls, num_top: int, num_tokens: int) -> Self:
-        """Places of tokens of which nothing is known."""
+        """Zeros for tokens whose log-probabilities are not known."""
         tokens, tops = bytes(4 * num_tokens), bytes(4 * num_tokens * num_top)
         return cls(num_top, array("f", tokens), array("i", tokens), array("i", tops), array("f", tops))
 
@@ -52,7 +52,7 @@ class Logprobs:
         return type(self)(self.num_top, *columns)
 
     def extend(self, other: "Logprobs") -> None:
-        """Takes the tokens behind."""
+        """Appends the tokens that follow."""
         assert other.num_top == self.num_top, "of two requests"
         self.logprobs += other.logprobs
         self.ranks += other.ranks
@@ -60,13 +60,13 @@ class Logprobs:
         self.top_logprobs += other.top_logprobs
 
     def cut(self, num_tokens: int) -> None:
-        """Drops all tokens behind the first `num_tokens`."""
+        """Drops all tokens after the first `num_tokens`."""
         del self.logprobs[num_tokens:], self.ranks[num_tokens:]
         del self.top_token_ids[num_tokens * self.num_top :], self.top_logprobs[num_tokens * self.num_top :]
 
 
 class LogprobReader:
-    """Takes columns apart from the front."""
+    """Reads columns in parts, from the front."""
 
     def __init__(self, columns: LogprobColumns) -> None:
         self._logprobs = unpack_floats(columns.logprobs)
@@ -77,7 +77,7 @@ class LogprobReader:
         self._top = 0
 
     def take(self, num_tokens: int, num_top: int) -> Logprobs:
-        """The next tokens, with `num_top` others each."""
+        """The next tokens, each with the `num_top` most probable ones."""
         tokens = slice(self._token, self._token + num_tokens)
         tops = slice(self._top, self._top + num_tokens * num_top)
         self._token, self._top = tokens.stop, tops.stop

@@ -1,4 +1,4 @@
-"""Log lines of all our processes. Imports nothing but the standard library: the launcher, too, logs like this."""
+"""Log lines of all our processes. Imports only the standard library: the launcher logs like this, too."""
 
 import json
 import logging
@@ -13,14 +13,14 @@ def start(name: str, level: str, form: str) -> None:
     """Logs to standard error, one line per event; keyword facts are given as `extra={...}`.
 
     Args:
-        name: signs the lines.
-        level: of the least severe line that is logged; a `LogLevel`.
-        form: of the lines, a `LogFormat`: like logfmt, or a JSON object each.
+        name: stands in every line.
+        level: the least severe one that is logged; a `LogLevel`.
+        form: how lines look, a `LogFormat`: like logfmt, or a JSON object each.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter(name) if form == "json" else _TextFormatter(name))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    if level == "debug":  # gRPC's own are of its event loop, several a second
+    if level == "debug":  # gRPC's own lines are about its event loop, several a second
         logging.getLogger("grpc").setLevel(logging.INFO)
 
 

@@ -1,7 +1,7 @@
 """Prometheus metrics as a service describes them: values are read when they are scraped.
 
 A service says once what it exports, as a list of `Metric`; the counts and histograms behind it are kept whether anybody
-scrapes or not. Beside its own name a metric may go by the one that vLLM gave it, which gateways look for.
+scrapes or not. Besides its own name, a metric may have the one that vLLM gave it, which gateways look for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,10 +26,10 @@ class Metric:
     """What is exported, and where it is read.
 
     Attributes:
-        name: of a counter with its `_total`.
-        read: on a thread of its own; None while there is nothing to tell, and then it is not exported.
-        label: that tells the values apart where `read` gives several; of an "info", all of them are labels.
-        aliases: other names of the same.
+        name: a counter's name includes its `_total`.
+        read: called on another thread; returns None while there is nothing to export.
+        label: what tells the values apart if `read` returns several; those of an "info" are all labels.
+        aliases: other names of the same metric.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Exporter:
     """What one service exports.
 
     Args:
-        labels: of every metric but those of calls; None while they are not known, when there are none.
-        calls: whose counts are exported by the names of go-grpc-prometheus.
+        labels: labels of all metrics except those of calls; None while not known, and then only those are exported.
+        calls: their counts are exported under the names of go-grpc-prometheus.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Exporter:
         self._calls = calls
 
     def collect(self) -> "Iterator[Family]":
-        """All metrics as they are now: what prometheus_client asks of a collector."""
+        """All metrics as they are now: what prometheus_client asks a collector for."""
         yield from _of_calls(self._calls)
         labels = self._labels()
         if labels is None:

@@ -20,13 +20,13 @@ _SCRAPE_TIMEOUT_S = 10
 
 
 class MetricsServer:
-    """Serves `/metrics` on a thread; each scrape has one too."""
+    """Serves `/metrics` on a thread; each scrape has a thread of its own."""
 
     def __init__(self, address: str, exporter: Exporter) -> None:
         """Starts it.
 
         Raises:
-            CannotListen: `address` can not be bound.
+            CannotListen: `address` cannot be bound.
         """
         registry = CollectorRegistry(auto_describe=False)
         registry.register(exporter)
@@ -64,7 +64,7 @@ class _HttpServer(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A scraper that hung up or was too slow is no news; the class above would print where it was read from."""
+        """A scraper that hung up or was too slow is no news; the class above would print a traceback."""
         log.debug("scrape failed", exc_info=True, extra={"peer": client_address})
 
 

@@ -1,4 +1,4 @@
-"""Bounding waits that one task makes one after the other, thousands of them."""
+"""Bounds the waits of one task, thousands of them, one after the other."""
 
 import asyncio
 from types import TracebackType
@@ -14,8 +14,8 @@ class Patience:
                 await ...
                 patience.end()
 
-    One timer looks after all waits: it is armed when it is missing, and again for the rest of a wait that it finds.
-    asyncio.timeout sets and cancels one for each.
+    One timer serves all waits: it is armed when there is none, and again for the rest of a wait that it finds.
+    asyncio.timeout would set and cancel one for each.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -26,13 +26,13 @@ class Patience:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """A wait begins, in place of the one before."""
+        """Begins a wait, in place of the one before."""
         self._begun = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_later(self._limit_s, self._look)
 
     def end(self) -> None:
-        """Nothing is waited for."""
+        """Ends the wait."""
         self._begun = None
 
     async def __aenter__(self) -> Self:

@@ -1,8 +1,8 @@
 """How gRPC waits for messages in a process that imports this before it imports grpc.
 
-gRPC's event engine, on by default since 1.80, wakes one thread more for each message than the pollers before it.
-Between two processes a message and its answer take 165 us with it and 80 without; a token costs each of ours a quarter
-more CPU time. A release without those pollers says so on standard error and goes on.
+gRPC's event engine, on by default since 1.80, wakes one more thread for each message than the pollers before it.
+Between two processes a message and its answer take 165 us with it and 80 without; a token costs each of our processes a
+quarter more CPU time. A gRPC release without those pollers says so on standard error and goes on.
 """
 
 import os
@@ -15,10 +15,10 @@ os.environ.setdefault("GRPC_EXPERIMENTS", EXPERIMENTS)
 
 
 def keep() -> None:
-    """Lets the thread that waits live as long as the process; to be called before the first server or channel is made.
+    """Keeps the waiting thread alive as long as the process; call it before the first server or channel is made.
 
-    When the last server and channel go, gRPC joins that thread. It may be stuck then: with what it writes for an event
-    loop that has ended, and reads no more (grpc/grpc#40989).
+    When the last server and channel go, gRPC joins that thread. It may be stuck then, writing to an event loop that
+    has ended and reads no more (grpc/grpc#40989).
     """
     from grpc import aio
 

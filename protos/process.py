@@ -1,4 +1,4 @@
-"""What our processes do alike at their start and end: settings, event loop, signals."""
+"""What all our processes do at their start and end: settings, event loop, signals."""
 
 import asyncio
 import gc
@@ -20,7 +20,7 @@ from protos import logs, pollers  # what follows imports grpc
 from protos.errors import CannotListen, CannotServe, CannotTrace
 from protos.logs import LogFormat, LogLevel
 
-# Whose settings may stand in one environment; CLIENT stands for the command line's.
+# Programs whose settings may share one environment; CLIENT is the command line.
 _SERVICES = ("ROUTER", "SCHEDULER", "WORKER", "CLIENT")
 _ADDRESSES = {
     "metrics_listen": (r".+:\d+", "127.0.0.1:9464"),
@@ -54,7 +54,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def parse(cls, service: str, arguments: Sequence[str] | None = None) -> Self:
-        """Settings from `arguments` (default: the command line) and environment; a mistake ends the process with 2."""
+        """Settings from `arguments` (default: the command line) and environment; a mistake exits with status 2."""
         prefix = f"PAGEWIRE_{service.upper()}_"
         known = {f"{prefix}{name.upper()}" for name in cls.model_fields}
         others = tuple(f"PAGEWIRE_{name}_" for name in _SERVICES if name != service.upper())
@@ -93,7 +93,7 @@ def _option(name: str) -> str:
 
 
 def _with_remedy(service: str, message: str, names: Iterable[str]) -> str:
-    """What a command line was refused for, and the options that may have been meant."""
+    """Why a command line was refused, and the options that may have been meant."""
     known = [_option(name) for name in names]
     meant = [near for word in re.findall(r"--[\w-]+", message) for near in get_close_matches(word, known, n=1)]
     if message.startswith("unrecognized") and meant:
@@ -107,9 +107,9 @@ def start_logging(service: str, settings: Settings) -> None:
 
 
 def calm_collector() -> None:
-    """Lets the garbage collector look less often, and no more at what is there when a service starts.
+    """Makes the garbage collector run less often, and leave out what exists when a service starts.
 
-    Its full collections walk all that lives: behind a thousand running sequences they held up a step of the scheduler
+    Its full collections walk all live objects: with a thousand running sequences they held up a step of the scheduler
     for 15 ms one time in a hundred. Reference counts free nearly everything; cycles, which come with errors, wait.
     """
     gc.collect()
@@ -121,7 +121,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     """Runs `main(stop)` on uvloop.
 
     The first SIGTERM or SIGINT sets `stop`, after which main drains and returns; SIGINT then ends the process at once
-    with status 1. SIGTERM does not: who sends another one need not know of the first, and live streams would break.
+    with status 1. A second SIGTERM does not: its sender may not know of the first, and live streams would break.
     """
 
     async def supervised() -> None:

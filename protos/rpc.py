@@ -1,6 +1,6 @@
 """How every part serves and dials gRPC: options, health, reflection, and how a server stops.
 
-Measured reasons for the options stand in grpc's own keepalive.md and beside each option here.
+Measured reasons for the options are in grpc's own keepalive.md and beside each option here.
 """
 
 import asyncio
@@ -27,19 +27,19 @@ from protos.watched_files import WatchedFiles
 
 PUBLIC_MESSAGE_BYTES = 16 << 20
 INTERNAL_MESSAGE_BYTES = 64 << 20
-# Of SessionService; router and scheduler of different ones do not talk.
+# Of SessionService; a router and a scheduler with different versions do not talk.
 SESSION_PROTOCOL_VERSION = 4
-# A health service name that is SERVING while the process lives, also while it loads and drains.
+# A health service name that is SERVING while the process lives, even while it loads or drains.
 LIVENESS = "liveness"
 
 _STOP_TIMEOUT_S = 2.0
 _SETTLE_S = 0.1
 _LAST_PORT = 65_535
-# Of a Unix socket.
+# In bytes, of a Unix socket.
 _LONGEST_PATH = 107
 # How long a server that stops waits for an answer, which may be large.
 _ANSWER_TIMEOUT_S = 5.0
-# How long calls may go on over a channel that another one replaces; ours have shorter deadlines, or are ended before.
+# How long calls may go on over a channel that was replaced; ours have shorter deadlines, or are ended before.
 _LAST_ANSWERS_S = 10.0
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 30_000),
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 def server_options(max_message_bytes: int, share_port: bool = False) -> list[tuple[str, int]]:
-    """Options of every server, public or internal; of the messages that come in `max_message_bytes` bounds each."""
+    """Options of every server, public or internal; `max_message_bytes` bounds each incoming message."""
     return [
         *_KEEPALIVE,
         # Without these two a client that pings through a long silent prefill is cut off with GOAWAY too_many_pings.
@@ -61,7 +61,7 @@ def server_options(max_message_bytes: int, share_port: bool = False) -> list[tup
         # The defaults reset streams at random when thousands open at once.
         ("grpc.server.max_pending_requests", 30_000),
         ("grpc.server.max_pending_requests_hard_limit", 30_000),
-        # By default a call is cancelled that a busy server has not begun within half a minute; here its deadline says.
+        # By default a call that a busy server has not begun in half a minute is cancelled; here its deadline decides.
         ("grpc.server_max_unrequested_time_in_server", 86_400),
         # By default two processes on one port would share it without a word.
         ("grpc.so_reuseport", int(share_port)),
@@ -76,7 +76,7 @@ def client_options() -> list[tuple[str, int]]:
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
         ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
-        # A peer that starts is there within seconds; the default waits up to two minutes before it looks again.
+        # A peer that starts is up within seconds; the default waits up to two minutes before it tries again.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 250),
         # One channel, one connection: channels to one address would otherwise share their transport and its failure.
@@ -87,11 +87,11 @@ def client_options() -> list[tuple[str, int]]:
 
 
 def options_towards(address: str) -> list[tuple[str, int]]:
-    """Options of a client's channel that its address asks for."""
+    """Options that a client's channel needs because of its address."""
     if not address.startswith(("unix:", "unix-abstract:")):
         return []
-    # gRPC times pings to estimate bandwidth. Where a server that drains has closed behind a stream's last bytes, a
-    # ping into a Unix socket fails at once (TCP takes it), and gRPC drops what it has not read: that stream's end.
+    # gRPC times pings to estimate bandwidth. Once a draining server has closed after a stream's last bytes, a ping into
+    # a Unix socket fails at once (TCP takes it), and gRPC drops what it has not read: that stream's end.
     return [("grpc.http2.bdp_probe", 0)]
 
 
@@ -101,10 +101,10 @@ def dial(address: str, tls: ClientTls | None = None, server_name: str = "") -> g
     Args:
         address: "host:port" or "unix:/path".
         tls: None for plaintext.
-        server_name: whom the certificate must name, if not the address's host.
+        server_name: the name that the certificate must have, if not the address's host.
 
     Raises:
-        TlsError: the files of `tls` can not be used.
+        TlsError: the files of `tls` cannot be used.
     """
     options: list[tuple[str, int | str]] = [*client_options(), *options_towards(address)]
     if tls is None:
@@ -118,7 +118,7 @@ def dial(address: str, tls: ClientTls | None = None, server_name: str = "") -> g
 
 
 class Line:
-    """A channel to one of our own processes, which follows the files of its TLS: gRPC reads them only once.
+    """A channel to one of our own processes that follows its TLS files: gRPC itself reads them only once.
 
     Attributes:
         channel: the newest; one that is replaced is closed.
@@ -134,7 +134,7 @@ class Line:
         self.channel = dial(address, tls, server_name)
 
     async def renew(self) -> bool:
-        """Dials again if the files have changed, and says whether it did; to be called while nothing is connected."""
+        """Dials again if the files have changed, and returns whether it did; call it while nothing is connected."""
         if not self._files.changed():
             return False
         try:
@@ -142,7 +142,7 @@ class Line:
         except TlsError as error:
             log.warning("new certificate files are no use, the old ones stay", extra={"error": str(error)})
             return False
-        # What is asked on the old one now is still answered, or given up by its own deadline.
+        # Calls on the old channel are still answered, or end at their own deadlines.
         self._closing = asyncio.create_task(self.channel.close(_LAST_ANSWERS_S))
         self.channel = channel
         return True
@@ -157,7 +157,7 @@ class Line:
 
 
 def _answers(path: str) -> bool:
-    """Whether somebody listens on a Unix socket. gRPC would take the path over without a word, and TCP's refusal."""
+    """Whether a process listens on a Unix socket: gRPC refuses a used TCP port, but silently takes over a path."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -167,7 +167,7 @@ def _answers(path: str) -> bool:
 
 
 def _obstacle(address: str) -> str:
-    """Why an address can probably not be bound; gRPC does not say."""
+    """The probable reason why an address cannot be bound; gRPC does not say."""
     path = address.removeprefix("unix:")
     host, _, port = address.rpartition(":")
     if path != address:
@@ -201,8 +201,8 @@ class Server:
     `set_serving(True)`.
 
     Args:
-        calls: is told of every call of the services.
-        share_port: whether other servers that say so too may listen on the same port.
+        calls: observes every call of the services.
+        share_port: whether other servers with this option may listen on the same port.
     """
 
     def __init__(
@@ -239,13 +239,13 @@ class Server:
             reflection.enable_server_reflection([*shown, reflection.SERVICE_NAME], self._server)
 
     async def start(self, *addresses: str, tls: ServerTls | None = None) -> int:
-        """Binds addresses ("host:port", port 0 for any, or "unix:/path") and serves; gives the first one's port.
+        """Binds addresses ("host:port", port 0 for any, or "unix:/path") and serves; returns the first one's port.
 
-        Without `tls` in plaintext.
+        Without `tls`, in plaintext.
 
         Raises:
-            CannotListen: an address can not be bound.
-            TlsError: the files of `tls` can not be used.
+            CannotListen: an address cannot be bound.
+            TlsError: the files of `tls` cannot be used.
         """
         port, *_ = [self._bind(address, tls) for address in addresses]
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
@@ -258,7 +258,7 @@ class Server:
             if _answers(address.removeprefix("unix:")):
                 raise CannotListen(f"cannot listen on {address}: another process does")
         elif (port := address.rpartition(":")[2]).removeprefix("-").isdecimal() and not 0 <= int(port) <= _LAST_PORT:
-            # gRPC would take the rest of a division.
+            # gRPC would take it modulo 65,536.
             raise CannotListen(f"cannot listen on {address}: ports go from 0 to {_LAST_PORT}")
         try:
             if tls is None:
@@ -288,27 +288,27 @@ class Server:
         """Sends clients elsewhere (GOAWAY), lets live calls finish for `grace_s` seconds, then ends them.
 
         Args:
-            grace_s: less is taken where no call is live any more.
-            end_live: is to make the methods that run then end in another way than by gRPC's error.
-            end_within_s: seconds that they have for that.
+            grace_s: cut short once no call is live any more.
+            end_live: called then; is to end the methods that still run in another way than by gRPC's error.
+            end_within_s: seconds that these methods have for that.
         """
         await self.withdraw()
         self._last_answers.stopping = True
-        # Takes no calls any more. Its own grace would wait for every open health watch too, and those end only when
-        # we do.
+        # Takes no more calls. gRPC's own grace would wait for every open health watch too, and those end only when we
+        # do.
         closing = asyncio.ensure_future(self._server.stop(grace_s + end_within_s + _STOP_TIMEOUT_S))
         loop = asyncio.get_running_loop()
         grace_ends = loop.time() + grace_s
-        # What it took last comes to our methods now.
+        # The calls that it took last reach our methods now.
         await asyncio.sleep(min(grace_s, _SETTLE_S))
         if await self._boundary.methods.none_within(grace_ends - loop.time()):
-            # gRPC may have only begun to send what they have answered.
+            # gRPC may only have begun to send their answers.
             await self._boundary.calls.none_within(min(grace_ends - loop.time(), _ANSWER_TIMEOUT_S))
         elif end_live is not None:
             end_live()
             await self._boundary.calls.none_within(end_within_s)
         await self._last_answers.let_go(_SETTLE_S)
-        # A connection whose reader has stopped reading does not close, and gRPC would wait for it for ever.
+        # A connection whose client has stopped reading does not close, and gRPC would wait for it for ever.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await self._server.stop(0)

@@ -1,4 +1,4 @@
-"""What each service switches on by `--metrics-listen` and `--otlp-endpoint`, and off again at its end."""
+"""What each service switches on with `--metrics-listen` and `--otlp-endpoint`, and off again at its end."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 def start_tracer(service: str, settings: Settings) -> "Tracer | None":
-    """None where there is nowhere to send spans to.
+    """The service's tracer; None if there is nowhere to send spans to.
 
     Raises:
-        CannotTrace: what it takes is not installed.
+        CannotTrace: what it needs is not installed.
     """
     if not settings.otlp_endpoint:
         return None
@@ -38,14 +38,14 @@ def serve_metrics(
     labels: Callable[[], Mapping[str, str] | None],
     calls: Calls[Any],
 ) -> "MetricsServer | None":
-    """None where nobody is to scrape.
+    """The running metrics server; None if the settings give it no address.
 
     Raises:
-        CannotListen: the address can not be bound.
+        CannotListen: the address cannot be bound.
     """
     if not settings.metrics_listen:
         return None
-    from protos.metrics_server import MetricsServer  # it takes its time, and nobody else needs it
+    from protos.metrics_server import MetricsServer  # importing it takes time, and nothing else needs it
 
     server = MetricsServer(settings.metrics_listen, Exporter(metrics, labels, calls))
     log.info("metrics", extra={"address": settings.metrics_listen, "port": server.port})

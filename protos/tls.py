@@ -1,8 +1,8 @@
 """TLS on every wire: which files a side reads, that they fit each other, and that they may be replaced while we run.
 
-A server looks at its files before each handshake: what is open goes on, and new connections see the new certificate. A
-side that dials looks when it has to connect again (`protos.rpc.Line`). Files that do not fit each other, as when only
-one of a pair is written yet, are told of in the log, change nothing, and are looked at again when they change.
+A server checks its files before each handshake: open connections go on, and new ones see the new certificate. A side
+that dials checks when it has to connect again (`protos.rpc.Line`). Files that do not fit each other, as when only one
+of a pair is written yet, are logged, change nothing, and are read again when they change.
 """
 
 import logging
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class TlsError(ValueError):
-    """A certificate, key or CA file can not be used; the message names it."""
+    """A certificate, key or CA file cannot be used; the message names it."""
 
 
 def read(path: Path) -> bytes:
     """A file's bytes.
 
     Raises:
-        TlsError: it can not be read.
+        TlsError: it cannot be read.
     """
     try:
         return path.read_bytes()
@@ -38,13 +38,13 @@ def read_pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
     """A certificate chain and its private key.
 
     Raises:
-        TlsError: they can not be read, are not of each other, or are just being written.
+        TlsError: they cannot be read, do not belong together, or are just being written.
     """
     files = WatchedFiles((certificate, key))
     files.changed()
     pair = read(certificate), read(key)
     try:
-        # Fails where the key is another certificate's, and rather than to ask a terminal for a password.
+        # Fails if the key is another certificate's, and if it is encrypted, rather than ask a terminal for a password.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except (ssl.SSLError, OSError) as error:
         raise TlsError(f"{certificate} and {key} are no certificate and its key: {error}") from error
@@ -57,7 +57,7 @@ def read_ca(path: Path) -> bytes:
     """CA certificates.
 
     Raises:
-        TlsError: the file can not be read, or holds none.
+        TlsError: the file cannot be read, or holds none.
     """
     ca = read(path)
     try:
@@ -69,7 +69,7 @@ def read_ca(path: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """A server's certificate chain and key; with `client_ca`, of which CA clients must show a certificate."""
+    """A server's certificate chain and key; with `client_ca`, clients must show a certificate of that CA."""
 
     certificate: Path
     key: Path
@@ -79,13 +79,13 @@ class ServerTls:
         """Credentials for a port, which follow the files.
 
         Raises:
-            TlsError: the files can not be used.
+            TlsError: the files cannot be used.
         """
         source = _CertificateSource(self)
         # gRPC asks for the configuration before each handshake, on a thread of its own.
         return grpc.dynamic_ssl_server_credentials(
             source.current(),
-            source.fetch,  # type: ignore[arg-type]  # None is right, and leaves the configuration
+            source.fetch,  # type: ignore[arg-type]  # None is valid, and keeps the configuration
             self.client_ca is not None,
         )
 
@@ -96,7 +96,7 @@ class ClientTls:
 
     Attributes:
         ca: None for the CAs that gRPC brings along.
-        certificate: with `key`, or neither.
+        certificate: given together with `key`, or not at all.
     """
 
     ca: Path | None = None
@@ -112,7 +112,7 @@ class ClientTls:
         """Credentials for a channel, from the files as they are now.
 
         Raises:
-            TlsError: the files can not be used.
+            TlsError: the files cannot be used.
         """
         ca = None if self.ca is None else read_ca(self.ca)
         if self.certificate is None or self.key is None:
@@ -137,7 +137,7 @@ class _CertificateSource:
         return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """The new configuration if there is one; None leaves the old."""
+        """The new configuration if there is one; None keeps the old one."""
         with self._lock:
             if not self._files.changed():
                 return None

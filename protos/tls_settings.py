@@ -19,13 +19,13 @@ def _is_ca(path: Path) -> Path:
     return path
 
 
-# Settings that are files: what can not be used is refused at the start, under the option's name.
+# Settings that are files: what cannot be used is refused at the start, under the option's name.
 ReadableFile = Annotated[Path, AfterValidator(_is_readable)]
 CaFile = Annotated[Path, AfterValidator(_is_ca)]
 
 
 class ServerTlsSettings(Settings):
-    """What every service's port can be told of TLS; without a certificate it is plaintext."""
+    """The TLS settings of every service's port; without a certificate it is plaintext."""
 
     tls_certificate: ReadableFile | None = Field(
         None, description="this server's certificate chain, in PEM form; read again when it changes"
@@ -47,7 +47,7 @@ class ServerTlsSettings(Settings):
 
     @property
     def server_tls(self) -> ServerTls | None:
-        """None for plaintext."""
+        """TLS of the port; None for plaintext."""
         if self.tls_certificate is None or self.tls_key is None:
             return None
         return ServerTls(self.tls_certificate, self.tls_key, self.tls_client_ca)
@@ -57,7 +57,7 @@ def client_tls(option: str, ca: Path | None, certificate: Path | None, key: Path
     """What the settings `--{option}-ca`, `-certificate` and `-key` say together; None for plaintext.
 
     Raises:
-        ValueError: they do not go together; names the options.
+        ValueError: they do not go together; the message names the options.
     """
     if (certificate is None) != (key is None):
         raise ValueError(f"--{option}-certificate and --{option}-key: give both, or neither")

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-# Later versions may append fields, which a reader of this one leaves aside.
+# Later versions may append fields, which a reader of this version ignores.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(-.*)?")
 _MAX_TRACEPARENT_CHARS = 128
 _MAX_TRACESTATE_CHARS = 512
@@ -28,7 +28,7 @@ class TraceContext:
 
     @classmethod
     def parse(cls, traceparent: str, tracestate: str = "") -> Self | None:
-        """The context in a pair of headers; None where they hold none: a broken header is no error of a request."""
+        """The context in a pair of headers; None if they hold none: a broken header does not fail a request."""
         if not traceparent or len(traceparent) > _MAX_TRACEPARENT_CHARS:
             return None
         found = _TRACEPARENT.fullmatch(traceparent)

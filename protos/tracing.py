@@ -1,8 +1,8 @@
-"""OpenTelemetry spans, for a service that was told where to send them. Imported by nobody else: that takes 0.3 s.
+"""OpenTelemetry spans, for a service that was told where to send them. No other service imports it: that takes 0.3 s.
 
-Spans are made from times that are known, most of them when their request has ended. A thread sends them in batches;
-what a collector that is slow or gone does not take is dropped, oldest first, and the log says so now and then. The
-standard OTEL_* variables of the environment hold: sampler, batches, headers, resource.
+Spans are made from recorded times, most of them when their request has ended. A thread sends them in batches; what a
+slow or absent collector does not take is dropped, oldest first, and the log says so now and then. The standard OTEL_*
+environment variables apply: sampler, batches, headers, resource.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, name: str, parent: TraceContext | None) -> Span:
-        """The span of a call to this service, from now on; without a parent it begins a trace, if the sampler wants."""
+        """The span of a call to this service, from now on; without a parent it begins a trace, if it is sampled."""
         return self._tracer.start_span(name, self._context(parent), SpanKind.SERVER)
 
     def record(
         self, name: str, parent: TraceContext, begin: float, end: float, attributes: Attributes, error: str = ""
     ) -> None:
-        """A span that is over; `begin` and `end` are of `time.monotonic`."""
+        """Makes a span that is over; `begin` and `end` are times of `time.monotonic`."""
         # Each process has a monotonic clock of its own; what they share is the time of day.
         zero_s = time.time() - time.monotonic()
         span = self._tracer.start_span(
@@ -60,17 +60,17 @@ class Tracer:
         span.end(int((zero_s + end) * 1e9))
 
     def context_of(self, span: Span) -> TraceContext | None:
-        """What to pass on to whom this service calls."""
+        """The context to pass on to the services that this one calls."""
         headers: dict[str, str] = {}
         self._propagator.inject(headers, set_span_in_context(span))
         return TraceContext.parse(headers.get("traceparent", ""), headers.get("tracestate", ""))
 
     def fail(self, span: Span, description: str) -> None:
-        """Marks a span as one of an error."""
+        """Marks a span as failed."""
         span.set_status(Status(StatusCode.ERROR, description))
 
     async def close(self) -> None:
-        """Sends what is left, within a time."""
+        """Sends what is left, within a time limit."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:

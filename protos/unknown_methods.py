@@ -1,9 +1,9 @@
-"""A gRPC server that outlives calls of methods whose names are no UTF-8.
+"""A gRPC server that survives calls of methods whose names are not UTF-8.
 
-grpcio decodes the name of each method that it does not know in the one loop that all calls come from, and where that
-fails shuts the server down, with all its streams (1.85.1): one packet of anybody's does it. Here such calls never come
-to that loop: they have one answer, UNIMPLEMENTED, which needs no name. It knows the methods that were added by
-`add_registered_method_handlers`, as generated code does.
+grpcio decodes the name of each method that it does not know in the one loop that all calls come from, and if that
+fails shuts the server down, with all its streams (1.85.1): one packet from any client does it. Here calls of unknown
+methods never reach that loop: they have one answer, UNIMPLEMENTED, which needs no name. The known methods are those
+added with `add_registered_method_handlers`, as generated code does.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def server(interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]) -> grpc.aio.Server:
-    """As `grpc.aio.server`, which has no parameter for what runs its loop."""
+    """Like `grpc.aio.server`, which has no parameter for the class that runs its loop."""
     usual = cygrpc.AioServer
     cygrpc.AioServer = _Server
     try:
@@ -28,10 +28,10 @@ def server(interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence
 
 
 class _Server(cygrpc.AioServer):
-    """Takes calls of unknown methods out of the loop of its base."""
+    """Keeps calls of unknown methods out of the loop of its base."""
 
     def _make_request_call_future(self, method: bytes | None) -> "asyncio.Future[Any]":
-        """The next call of `method`; of no method that is known, for None: there is none, since all are refused."""
+        """The next call of `method`; with None, of an unknown method: that never comes, since all are refused."""
         if method is None:
             return asyncio.ensure_future(self._refuse_unknown())
         return super()._make_request_call_future(method)
@@ -44,7 +44,7 @@ class _Server(cygrpc.AioServer):
             try:
                 answer = cygrpc._handle_rpc("", nothing, (), call, loop, False)
                 refusal = loop.create_task(cygrpc._schedule_rpc_coro(answer, call, loop, "unknown"))
-            except TypeError:  # a grpcio that has changed; the client gets CANCELLED
+            except TypeError:  # grpcio has changed inside; the client gets CANCELLED
                 log.exception("bug")
                 continue
             refusals.add(refusal)  # the loop itself keeps weak references only

@@ -1,4 +1,4 @@
-"""Files that are replaced while we run, as certificates and tokens are: whether they have changed since last time."""
+"""Files that may be replaced while we run, such as certificates and tokens: whether they have changed."""
 
 import os
 from collections.abc import Iterable
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 class WatchedFiles:
-    """Tells by size, time and inode: one that is written anew, or renamed or linked into place, has changed."""
+    """Compares size, time and inode: a file that is written anew, or renamed or linked into place, has changed."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = tuple(paths)
         self._seen: object = None
 
     def changed(self) -> bool:
-        """Whether any looks different than at the last call, or is gone since; the first call says yes."""
+        """Whether any file looks different from the last call, or is gone since then; True on the first call."""
         seen = [_look(path) for path in self._paths]
         if seen == self._seen:
             return False

@@ -27,7 +27,7 @@ log = logging.getLogger("router")
 
 
 async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Event) -> None:
-    """Serves clients until `stop` is set; health is SERVING while the chain behind is up."""
+    """Serves clients until `stop` is set; health is SERVING while the chain behind it is up."""
     changed = asyncio.Event()
     schedulers = Schedulers(settings, on_change=changed.set)
     meter = LoadMeter(schedulers) if settings.load_reports else None
@@ -58,7 +58,7 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
         await asyncio.sleep(settings.drain_delay_s)
         grace_s = settings.drain_grace_s
     await servers[0].stop(grace_s, end_live=schedulers.break_off)
-    for server in servers[1:]:  # the operators' last, who may look on while the clients' drains
+    for server in servers[1:]:  # the operators' last: they may look on while the clients' drains
         await server.stop(grace_s)
     for task in tasks:
         task.cancel()
@@ -79,7 +79,7 @@ def _servers(
     calls: ClientCalls,
     stop: asyncio.Event,
 ) -> list[Server]:
-    """The clients' server, and behind it the operators' where there is a port for one."""
+    """The clients' server, followed by the operators' if there is a port for one."""
     name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
     for_clients = [Service(name, add_GenerationServiceServicer_to_server, generation)]
     if generation.meter is not None:

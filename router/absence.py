@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 
 class Absence:
-    """Of something that may go and come back again and again.
+    """The absence of something that may go and come back again and again.
 
     Args:
-        most_s: seconds from which on it is too long.
-        on_too_long: called once in each absence that is.
+        most_s: seconds after which an absence is too long.
+        on_too_long: called once in each absence that is too long.
 
     Attributes:
-        most_s: see there.
-        too_long: whether it is away for so long.
+        most_s: as above.
+        too_long: whether it has been away for too long.
     """
 
     def __init__(self, most_s: float, on_too_long: Callable[[], None]) -> None:
@@ -23,12 +23,12 @@ class Absence:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """It is away; it may have been before."""
+        """Notes that it is away; it may have been away already."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self.most_s, self._run_out)
 
     def end(self) -> None:
-        """It is back, or was never away."""
+        """Notes that it is back, or was never away."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer, self.too_long = None, False

@@ -1,7 +1,7 @@
-"""Which of several schedulers gets a request: the one that knows its prompt's beginning, unless it has too much to do.
+"""Which of several schedulers gets a request: the one that knows its prompt's beginning, unless it is too busy.
 
 Rendezvous hashing (Thaler & Ravishankar 1998, "Using name-based mappings to increase hit rates") orders the schedulers
-for each beginning of a prompt, the same in every router; when one comes or goes, only what prefers it moves. Bounded
+for each beginning of a prompt, alike in every router; when one comes or goes, only prompts that prefer it move. Bounded
 loads (Mirrokni, Thorup & Zadimoghaddam 2018, "Consistent hashing with bounded loads", arXiv:1608.01350): the request
 goes to the first in that order whose load stays within 1 + slack times the average. Pure: no clock, no I/O.
 """
@@ -13,13 +13,13 @@ from hashlib import blake2b
 
 
 def prefix_key(token_ids: Sequence[int], block_size: int, max_blocks: int, salt: str) -> bytes | None:
-    """What requests have in common whose KV can be shared; None where there is no full block to share.
+    """A key that requests have in common if their KV can be shared; None if there is no full block to share.
 
     Args:
         token_ids: the prompt.
-        block_size: tokens of a block.
-        max_blocks: full blocks from the beginning that count at most.
-        salt: requests of different ones share nothing.
+        block_size: tokens in a block.
+        max_blocks: the most full blocks, from the beginning, that count.
+        salt: requests with different salts share nothing.
     """
     num_tokens = min(len(token_ids) // block_size, max_blocks) * block_size
     if num_tokens == 0:
@@ -28,16 +28,16 @@ def prefix_key(token_ids: Sequence[int], block_size: int, max_blocks: int, salt:
 
 
 def choose(key: bytes, names: Sequence[bytes], loads: Sequence[int], slack: float) -> int:
-    """The place of the scheduler for a request.
+    """The index of the scheduler for a request.
 
     Args:
-        key: equal for requests that should meet.
-        names: of the schedulers, alike in all routers.
+        key: equal for requests that should go to the same scheduler.
+        names: of the schedulers, the same in all routers.
         loads: requests that each of them has; not empty.
-        slack: how much over the average a load may be with this request, as a share of it.
+        slack: how far above the average a load may be with this request, as a share of the average.
     """
     capacity = math.ceil((1 + slack) * (sum(loads) + 1) / len(loads))
-    # The least load is below the average with one request more, so there is always one.
+    # The least load is below the average with one more request, so one always qualifies.
     return max(
         (place for place, load in enumerate(loads) if load < capacity), key=lambda place: _hash(key + names[place])
     )

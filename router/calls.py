@@ -1,7 +1,7 @@
-"""What each call of a client came to: the access log, the figures behind the metrics, and the span.
+"""The outcome of each client's call: the access log, the figures behind the metrics, and the span.
 
-A line for every call, INFO for those that generate and DEBUG for the others, whether it was answered, refused by
-whatever stands before the services, given up by its client or failed.
+The log has a line for every call, INFO for those that generate and DEBUG for the others, whether it was answered,
+refused before it reached a service, given up by its client or failed.
 """
 
 import logging
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from protos.tracing import Tracer
 
 _GENERATING = {"Generate", "Complete"}
-# As vLLM calls them.
+# By vLLM's names.
 _FINISHED_REASON = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_ABORTED: "abort",
     pb.FINISH_REASON_IGNORED: "ignored",
 }
-# Codes that tell a client to come back: it was not let in.
+# Codes that tell a client to try again: its request was not let in.
 TURNED_AWAY = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
 log = logging.getLogger("router.access")
 
@@ -42,12 +42,12 @@ class ClientCall(Call):
 
     Attributes:
         header_id: the header x-request-id, which names a request that has no `request_id`; may be empty.
-        trace: what the request is part of: our span, or the caller's where we make none.
-        request_id: once the request is admitted; before, as the client gave it.
-        model: that answers it.
+        trace: the span that the request is part of: ours, or the caller's where we make none.
+        request_id: the request's id once it is admitted; before that, as the client gave it.
+        model: the one that answers it.
         operation: as the semantic conventions call it: "chat" or "text_completion".
-        live: once the request is admitted.
-        tokenizing: begin and end, by `time.monotonic`.
+        live: the request, once it is admitted.
+        tokenizing: when that began and ended, by `time.monotonic`.
     """
 
     header_id: str = ""
@@ -66,7 +66,7 @@ class ClientCall(Call):
 
 
 class ClientCalls(Calls[ClientCall]):
-    """Told of every call to the router.
+    """Observes every call to the router.
 
     Args:
         tracer: None where no spans are made.
@@ -74,8 +74,8 @@ class ClientCalls(Calls[ClientCall]):
     Attributes:
         ttft_s: from arrival to first token, of requests that have one.
         request_s: from arrival to end, of requests that were answered.
-        output_token_s: mean time per output token behind the first, of requests that were answered.
-        num_finished: requests that were answered or given up, by why their first output ended.
+        output_token_s: mean time per output token after the first, of requests that were answered.
+        num_finished: requests that were answered or given up, by the finish reason of their first output.
         num_turned_away: requests that were not let in, by reason.
     """
 
@@ -128,7 +128,7 @@ class ClientCalls(Calls[ClientCall]):
         if call.code is grpc.StatusCode.OK:
             self.num_finished[_FINISHED_REASON[live.finish_reasons[0]]] += 1
             self.request_s.observe(call.total_s)
-            # All tokens of a beam search come at once, with its end.
+            # All tokens of a beam search come at once, at its end.
             if num_tokens > len(live.streams) and live.request.beam_search is None:
                 behind_first = num_tokens - len(live.streams)
                 decode_s = call.total_s - live.ttft_ms / 1e3
@@ -138,7 +138,7 @@ class ClientCalls(Calls[ClientCall]):
 
 
 def _facts(call: ClientCall, peer: str) -> Mapping[str, object]:
-    """Those of the access log, leaving out what there is not."""
+    """The facts for the access log, leaving out empty ones."""
     live = call.live
     facts: dict[str, object] = {"method": call.method, "request_id": call.request_id or call.header_id[:128]}
     facts |= {"peer": peer, "code": call.code.name}
@@ -160,7 +160,7 @@ def _facts(call: ClientCall, peer: str) -> Mapping[str, object]:
 
 
 def _end_span(tracer: "Tracer", span: "Span", call: ClientCall) -> None:
-    """Says by the semantic conventions of RPCs and of generative AI what the call came to."""
+    """Ends the span with the call's outcome, by the semantic conventions of RPCs and of generative AI."""
     if span.is_recording():
         assert call.trace is not None
         attributes: dict[str, Any] = {

@@ -22,7 +22,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 
-# What each value is to the scheduler; others are refused.
+# The scheduler's value for each of the client's; others are refused.
 EARLY_STOPPING = {
     pb.EARLY_STOPPING_UNSPECIFIED: session_pb2.EARLY_STOPPING_FALSE,
     pb.EARLY_STOPPING_TRUE: session_pb2.EARLY_STOPPING_TRUE,
@@ -33,7 +33,7 @@ EARLY_STOPPING = {
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What the operator of this router allows beside what model and scheduler can; None for all of that."""
+    """What the operator of this router allows of what model and scheduler can do; None for all of it."""
 
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -63,7 +63,7 @@ class ServedModel:
 
     @property
     def max_output_tokens(self) -> int:
-        """The longest output, behind the shortest prompt."""
+        """The longest output, after the shortest prompt."""
         return _least(self.context_length - 1, self.limits.max_output_tokens)
 
     @property
@@ -73,7 +73,7 @@ class ServedModel:
 
     @property
     def max_beam_width(self) -> int:
-        """The widest search; 0 where there is none."""
+        """The widest beam search; 0 if none is allowed."""
         return _least(self.max_num_seqs, self.limits.max_beam_width)
 
 
@@ -88,7 +88,7 @@ class Violations:
         self.violations: list[Violation] = []
 
     def require(self, field: str, holds: bool, description: str) -> None:
-        """Notes a violation of a field that is not as it must be."""
+        """Notes a violation of a field that does not meet its condition."""
         if not holds:
             self.violations.append(Violation(field, description))
 
@@ -107,7 +107,7 @@ def check_before_tokenizing(
 
     Raises:
         Refusal: NOT_FOUND for another model, INVALID_ARGUMENT with all violations, UNIMPLEMENTED with all fields that
-            a later version will know what to do with.
+            are not supported yet.
     """
     check_model(request.model, model.name)
     found = Violations()
@@ -131,7 +131,7 @@ def check_before_tokenizing(
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocabulary_size: int) -> list[Violation]:
-    """A violation for each of the first ids outside the vocabulary."""
+    """A violation for each of the first eight ids outside the vocabulary."""
     wrong = ((place, token_id) for place, token_id in enumerate(token_ids) if token_id >= vocabulary_size)
     return [Violation(f"{field}[{place}]", _outside(token_id, vocabulary_size)) for place, token_id in islice(wrong, 8)]
 
@@ -141,7 +141,7 @@ def _outside(token_id: int, vocabulary_size: int) -> str:
 
 
 def check_tokenize(request: pb.TokenizeRequest, model: ServedModel, max_token_bytes: int) -> None:
-    """Refuses what is no prompt, or can not have as few tokens as one may; it takes seconds to tokenize that."""
+    """Refuses what is no prompt, or surely has more tokens than one may: tokenizing that would take seconds."""
     found = Violations()
     _check_text_or_chat(request, model, max_token_bytes, found)
     if found.violations:
@@ -172,7 +172,7 @@ def _check_text_or_chat(
 
 
 def too_long(what: str, model: ServedModel) -> str:
-    """What is wrong with a prompt of which `what` says how long it is."""
+    """What is wrong with a prompt that is too long; `what` says how long it is."""
     most = model.max_prompt_tokens
     if most < model.context_length - 1:
         return f"{what}; prompts may have {most} tokens here: send a shorter one"
@@ -221,7 +221,7 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: Viol
         if sampling.HasField(name):
             value = getattr(sampling, name)
             found.require(f"sampling.{name}", holds(value), f"is {value:.6g}; {description}")
-    # What is in a list that is too long is nobody's concern: to look at it all would stop everybody's streams.
+    # The entries of an over-long list are not looked at: that would hold up every stream.
     if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
         return found.require("sampling.logit_bias", False, f"must be at most {MAX_LOGIT_BIASES}")
     for token_id, bias in sorted(sampling.logit_bias.items()):
@@ -232,7 +232,7 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel, found: Viol
 
 
 def _check_search(request: pb.GenerateRequest, found: Violations) -> None:
-    """What goes with a beam search only, and what does not go with one."""
+    """Checks what only a beam search takes, and what a beam search does not take."""
     sampling, width = request.sampling, request.sampling.beam_width
     early_stopping = sampling.early_stopping
     known = early_stopping in EARLY_STOPPING
@@ -290,6 +290,6 @@ def _check_stop(stop: pb.StopConditions, model: ServedModel, found: Violations) 
 
 
 def _unsupported_fields(request: pb.GenerateRequest) -> list[str]:
-    """Fields set to anything but what leaves them without effect."""
+    """Unsupported fields that are set to something that would have an effect."""
     fields = {"structure": request.HasField("structure"), "adapter": bool(request.adapter)}
     return [field for field, is_set in fields.items() if is_set]

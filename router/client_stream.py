@@ -1,4 +1,4 @@
-"""Writing to clients, who may have stopped reading."""
+"""Writing to clients that may have stopped reading."""
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,10 +15,10 @@ from protos.patience import Patience
 async def writing_to(
     context: grpc.aio.ServicerContext[Any, Any], stall_s: float
 ) -> AsyncIterator[Callable[[Message], Awaitable[None]]]:
-    """A function that writes to a client; one that has stopped reading holds its place for `stall_s` seconds only.
+    """A function that writes to a client; one that has stopped reading keeps its place for `stall_s` seconds only.
 
     Raises:
-        Refusal: RESOURCE_EXHAUSTED, the client has read nothing for so long.
+        Refusal: RESOURCE_EXHAUSTED, the client has read nothing for `stall_s` seconds.
     """
     try:
         async with Patience(stall_s) as patience:

@@ -22,7 +22,7 @@ def _is_tenant_file(path: Path) -> Path:
 
 
 class RouterSettings(ServerTlsSettings):
-    """Pagewire router: the public gRPC API in front of a scheduler."""
+    """Pagewire router: the public gRPC API in front of one or more schedulers."""
 
     listen: str = Field(
         "127.0.0.1:50051",
@@ -172,14 +172,14 @@ class RouterSettings(ServerTlsSettings):
 
     @property
     def scheduler_tls(self) -> ClientTls | None:
-        """For the wire to the scheduler; None for plaintext."""
+        """TLS of the wire to the scheduler; None for plaintext."""
         return client_tls(
             "scheduler-tls", self.scheduler_tls_ca, self.scheduler_tls_certificate, self.scheduler_tls_key
         )
 
     @property
     def connection_age_options(self) -> list[tuple[str, int]]:
-        """What bounds the age of connections; gRPC varies each one's by a tenth."""
+        """Options that bound the age of connections; gRPC varies each one's by up to a tenth."""
         if not self.max_connection_age_s:
             return []
         return [

@@ -1,4 +1,4 @@
-"""Token ids of one sequence to text as they come: whole characters, and nothing that a stop string may yet claim."""
+"""One sequence's token ids to text as they come: whole characters, and nothing that a stop string may still claim."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-# A character has at most four bytes, so tokens that make none of so many are no character at all.
+# A character has at most four bytes, so this many tokens that complete none are no character at all.
 _MAX_PENDING_TOKENS = 16
-# What the first output token is decoded behind: a leading space, or a character begun in the prompt.
+# Prompt tokens that the first output token is decoded after: it may begin with a space, or continue a character.
 _NUM_PROMPT_TOKENS = 8
-# Bytes, and so tokens.
+# In bytes, and so in tokens at most.
 _LONGEST_CHARACTER = 4
-# Stands for bytes that make no character, or none yet; a text may hold it, too.
+# Stands for bytes that make no character, or none yet; a text may contain it, too.
 _REPLACEMENT = "\ufffd"
 
 
@@ -34,7 +34,7 @@ class Detokenizer:
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # the one type it has: the text before the token changed with it, and was given
+        except Exception:  # its only type: the token changed the text before it, which was given
             return self._give(len(self._pending))
         if text is None and not self._tokenizer.decode(self._pending):
             self._pending.clear()  # special tokens, which have no text
@@ -44,50 +44,50 @@ class Detokenizer:
         return self._new_in(text)
 
     def flush(self) -> str:
-        """The whole characters of what is pending, when nothing follows: its last token may begin another one."""
+        """The whole characters of the pending tokens, when none follow: a character that was only begun is left out."""
         whole = self._tokenizer.decode(self._pending).rstrip(_REPLACEMENT) if self._pending else ""
         return self._new_in(whole)
 
     def _go_on_behind(self, token_ids: Sequence[int]) -> None:
-        """Begins anew, behind tokens whose text was given."""
+        """Starts over after tokens whose text was given."""
         tail = _tail(self._tokenizer, token_ids)
         border = _last_border(self._tokenizer, tail)
         self._pending: list[int] = []
         self._given = ""
         self._stream = DecodeStream(ids=tail[:border], skip_special_tokens=True)
-        # A character that was begun belongs to what comes; the library, told of it as given, would repeat what was
-        # given with it. What is there of it looks like a U+FFFD that was given as such: if the next token leaves it
-        # one, it was.
+        # A character that was begun belongs to what comes: if the library took it as given, it would repeat what was
+        # given with it. Its bytes so far look like a U+FFFD that was given as such: if it still is one after the next
+        # token, it was.
         for token_id in tail[border:]:
             self.push(token_id)
         self._given = self._tokenizer.decode(tail[border:])
 
     def _num_broken(self) -> int:
-        """How many pending tokens are no character: all, or those in front of one that may begin at their end."""
+        """How many pending tokens form no character: all, or those before one that may begin at their end."""
         pending = self._pending
         nums = range(len(pending), len(pending) - _LONGEST_CHARACTER, -1)
         return min(nums, key=lambda num: _num_replaced(self._tokenizer, pending[:num]))
 
     def _give(self, num: int) -> str:
-        """The text of the first `num` pending tokens as it is, and of those behind them what is whole."""
+        """The text of the first `num` pending tokens as it is, and the whole characters of those after them."""
         pending = self._pending
         text = self._new_in(self._tokenizer.decode(pending[:num]))
         self._go_on_behind(pending[:num])
         return text + "".join([self.push(token_id) for token_id in pending[num:]])
 
     def _new_in(self, text: str) -> str:
-        """What was not given of the text of the tokens that were pending."""
+        """What was not given yet of `text`, which is that of the tokens that were pending."""
         given, self._given = self._given, ""
         return text[_num_common(given, text) :]
 
 
 def _num_replaced(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
-    """How many U+FFFD there are. Some tokenizers give one for every byte of a row in which one character is broken."""
+    """How many U+FFFD the text has. Some tokenizers make one for every byte of a run with one broken character."""
     return tokenizer.decode(list(token_ids)).count(_REPLACEMENT)
 
 
 def _tail(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
-    """The last tokens, from where a character begins: as few are broken as can be, whatever the last one is."""
+    """The last tokens, from where a character begins: with as few broken ones as possible, whatever comes last."""
 
     def num_replaced(length: int) -> int:
         tail = token_ids[-length:]
@@ -98,7 +98,7 @@ def _tail(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
 
 
 def _last_border(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
-    """How many of `token_ids` come before the character that they end within; all, where they end with a whole one."""
+    """How many of `token_ids` come before an unfinished character at their end; all, if they end with a whole one."""
     for num in range(len(token_ids), 0, -1):
         if not tokenizer.decode(token_ids[:num]).endswith(_REPLACEMENT):
             return num
@@ -126,7 +126,7 @@ class Match:
 class StopStrings:
     """Finds the stop string that ends first in a text that comes in pieces; the result does not depend on the pieces.
 
-    One that ends in a piece which is pushed with `counts=False` is passed over. One that only begins there is found.
+    A stop string that ends in a piece pushed with `counts=False` is ignored. One that only begins there is found.
 
     Args:
         stops: none empty.
@@ -159,7 +159,7 @@ class StopStrings:
         return held
 
     def _num_possible(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Length of the longest suffix of `text` that begins a stop string."""
         longest = max(len(stop) for stop in self._stops) - 1
         for length in range(min(longest, len(text)), 0, -1):
             end = text[-length:]

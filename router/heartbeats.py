@@ -1,7 +1,7 @@
-"""Heartbeats: streams that nothing is sent on for a while say what they wait for, so that no proxy takes them for dead.
+"""Heartbeats: silent streams say after a while what they wait for, so that no proxy takes them for dead.
 
-A token costs a count. One look at all streams, four times in the configured time, finds those whose count stands still
-for as long, and asks their schedulers where they are: each once for all, however many wait.
+A message costs only a count. A look at all streams, four times within the configured time, finds those whose count has
+stood still for that time, and asks their schedulers where they are: each scheduler once, however many streams wait.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ _LOOKS = 4
 
 @dataclass(slots=True)
 class _Stream:
-    """One that is written to.
+    """A stream that is written to.
 
     Attributes:
-        num_taken: messages that it had when it was last looked at.
-        since: when that number was new, or the last heartbeat was due.
+        num_taken: messages that it had got when it was last looked at.
+        since: when that number was last seen to change, or the last heartbeat was due.
     """
 
     live: LiveRequest
@@ -33,10 +33,10 @@ class _Stream:
 
 
 class Heartbeats:
-    """All streams to clients.
+    """Heartbeats of all streams to clients.
 
     Args:
-        silence_s: seconds without a message after which one gets a heartbeat, and again after as many.
+        silence_s: seconds without a message after which a stream gets a heartbeat, and between its heartbeats.
     """
 
     def __init__(self, schedulers: Schedulers, silence_s: float) -> None:
@@ -46,7 +46,7 @@ class Heartbeats:
 
     @contextlib.contextmanager
     def over(self, live: LiveRequest) -> Iterator[None]:
-        """While this lasts, a request's stream has heartbeats."""
+        """Gives a request's stream heartbeats for as long as the block lasts."""
         self._streams[live.handle] = _Stream(live, 0, time.monotonic())
         try:
             yield
@@ -54,13 +54,13 @@ class Heartbeats:
             del self._streams[live.handle]
 
     async def run(self) -> None:
-        """Looks again and again, for ever."""
+        """Looks at the streams again and again, for ever."""
         while True:
             await asyncio.sleep(self._silence_s / _LOOKS)
             await self.look(time.monotonic())
 
     async def look(self, now: float) -> None:
-        """Gives a heartbeat to every stream that has been silent for so long, whether its scheduler answers or not."""
+        """Sends a heartbeat on every stream that was silent for `silence_s`, whether its scheduler answers or not."""
         silent = [stream for stream in self._streams.values() if self._due(stream, now)]
         if not silent:
             return

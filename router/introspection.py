@@ -1,10 +1,10 @@
-"""What a person asks when something waits: the schedulers' state, once or again and again, and one request's own.
+"""What a person asks when something waits: the schedulers' state, once or repeatedly, and one request's own.
 
-A watch ends with UNAVAILABLE and a delay for the retry where no scheduler answers, and as soon as this router
-drains: it never ends without a word, and never holds up a shutdown.
+A watch ends with UNAVAILABLE and a retry delay when no scheduler answers, and as soon as this router drains: it never
+ends without a reason, and never holds up a shutdown.
 
-Where tenants are known, a tenant is told of its own requests only; operators are told of all, by the ids that scheduler
-and logs know.
+Where tenants are known, a tenant can ask only about its own requests; operators can ask about all, by the ids that
+scheduler and logs use.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from router.tenants import Tenants
 MAX_WATCHES = 16
 _MIN_INTERVAL_MS, _DEFAULT_INTERVAL_MS, _MAX_INTERVAL_MS = 10, 1000, 3_600_000
 
-# What a scheduler says of a request, in the words of the public API.
+# What a scheduler says about a request, in the words of the public API.
 REQUEST_STATUS: dict[int, pb.RequestStatus] = {
     session_pb2.STATUS_WAITING: pb.REQUEST_STATUS_WAITING,
     session_pb2.STATUS_RUNNING: pb.REQUEST_STATUS_RUNNING,
@@ -46,7 +46,7 @@ _REASON = {
 
 
 class IntrospectionService:
-    """Shows what the schedulers say of themselves.
+    """Shows what the schedulers say about themselves.
 
     Args:
         schedulers: behind this router.
@@ -70,7 +70,7 @@ class IntrospectionService:
         return pb.GetStateResponse(state=state, schedulers=schedulers)
 
     async def WatchState(self, request: pb.WatchStateRequest, context: grpc.aio.ServicerContext) -> None:
-        """The same again and again, until the client leaves."""
+        """The same repeatedly, until the client leaves."""
         interval_ms = request.interval_ms if request.HasField("interval_ms") else _DEFAULT_INTERVAL_MS
         if not _MIN_INTERVAL_MS <= interval_ms <= _MAX_INTERVAL_MS:
             description = f"is {interval_ms}; must be in {_MIN_INTERVAL_MS} .. {_MAX_INTERVAL_MS}"
@@ -84,7 +84,7 @@ class IntrospectionService:
         try:
             await asyncio.wait([watch, stopping], return_when=asyncio.FIRST_COMPLETED)
             if watch.done():
-                watch.result()  # raises: a watch has no other end
+                watch.result()  # raises: a watch ends in no other way
             _end(context, unavailable("DRAINING", "this server is shutting down; retry, it or another will answer"))
         finally:
             self._num_watches -= 1
@@ -115,7 +115,7 @@ class IntrospectionService:
                 await asyncio.sleep(interval_s)
 
     async def _states(self) -> tuple[pb.SchedulerState, list[pb.NamedScheduler]]:
-        """All schedulers taken together, and where there are several each of them.
+        """The state of all schedulers together, and of each if there are several.
 
         Raises:
             Refusal: UNAVAILABLE, none answers.
@@ -136,7 +136,7 @@ class IntrospectionService:
 
 
 def _end(context: grpc.aio.ServicerContext, refusal: Refusal) -> None:
-    """Ends a stream with an error when its method has returned; to raise it would wait for a client to read it."""
+    """Ends a stream with an error when its method has returned; raising it would wait for the client to read it."""
     status = rpc_status.to_status(to_status(refusal))
     context.set_code(status.code)
     context.set_details(status.details)

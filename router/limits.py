@@ -1,9 +1,9 @@
 """What one tenant may use of this router: requests at once, and tokens a minute.
 
-Tokens flow into a bucket that holds a minute's worth. A prompt is taken out when its request is admitted, which it is
-when there are as many (a prompt over a minute's worth: when the bucket is full), and the output when the request has
-ended: the bucket may owe then, and new requests wait until it does not. Tokens found in the prefix cache count like
-others. Each router process counts for itself.
+Tokens flow into a bucket that holds a minute's worth. A request is admitted if the bucket has its prompt's tokens (for
+a prompt over a minute's worth: if it is full), which are then taken out. The output is taken out when the request has
+ended: the bucket may then fall below zero, and new requests are refused until it has refilled. Tokens found in the
+prefix cache count like others. Each router process counts for itself.
 """
 
 import math
@@ -16,13 +16,13 @@ import grpc
 from protos.errors import Refusal
 from router.tenants import Tenant
 
-# Before a request of the tenant has ended, nobody knows how long one takes.
+# How long a tenant's requests are assumed to take before one of them has ended.
 _FIRST_DURATION_S = 1.0
 _LONGEST_DELAY_S = 60.0
-# Weight of the newest request in the mean of durations.
+# Weight of the newest request in the mean duration.
 _NEWEST = 0.2
-# With as many accounts, or twice as many as the last look left, those that tell nothing any more are looked for before
-# another is opened: so what a look takes does not add up when none does.
+# Idle accounts are swept when there are this many, or twice as many as the last sweep left, so that sweeping costs
+# little per account.
 _MANY_ACCOUNTS = 1024
 
 
@@ -32,8 +32,8 @@ class _Account:
 
     Attributes:
         tenant: as it was last seen; its limits may change while we run.
-        level: tokens in its bucket at the time `at`; under zero when it owes.
-        mean_s: how long its requests take.
+        level: tokens in its bucket at the time `at`; below zero when the tenant owes.
+        mean_s: how long its requests take on average.
     """
 
     tenant: Tenant
@@ -52,7 +52,7 @@ class _Account:
 
     @property
     def idle(self) -> bool:
-        """Whether a new account would say the same, but for the mean."""
+        """Whether a new account would be the same, except for the mean."""
         return self.num_live == 0 and self.level >= (self.tenant.tokens_per_minute or math.inf)
 
 
@@ -74,10 +74,10 @@ class TenantLimits:
         self._look_at = _MANY_ACCOUNTS
 
     def enter(self, tenant: Tenant, *, instead: bool = False) -> Permit:
-        """Lets one more request of a tenant in, or one `instead` of another that is about to leave.
+        """Admits one more request of a tenant, or one `instead` of another that is about to leave.
 
         Raises:
-            Refusal: RESOURCE_EXHAUSTED: it has as many as it may.
+            Refusal: RESOURCE_EXHAUSTED: the tenant has as many as it may.
         """
         now = self._clock()
         account = self._account(tenant, now)
@@ -86,7 +86,7 @@ class TenantLimits:
                 f"{_named(tenant)} has {account.num_live} live requests at this router, of at most "
                 f"{tenant.max_requests}; retry when one has ended"
             )
-            # One of n ends in an n-th of the time that one takes.
+            # Of n live requests, one ends in about an n-th of the time that one takes.
             delay_s = min(account.mean_s / account.num_live, _LONGEST_DELAY_S)
             raise _exhausted("TENANT_REQUESTS_EXHAUSTED", message, delay_s)
         account.num_live += 1
@@ -96,7 +96,7 @@ class TenantLimits:
         """Takes a prompt's tokens out of the tenant's bucket.
 
         Raises:
-            Refusal: RESOURCE_EXHAUSTED: there are not as many; then none is taken.
+            Refusal: RESOURCE_EXHAUSTED: it holds too few; then none are taken.
         """
         account = permit.account
         per_minute = account.tenant.tokens_per_minute
@@ -114,7 +114,7 @@ class TenantLimits:
         permit.num_prompt_tokens = num_tokens
 
     def leave(self, permit: Permit, num_output_tokens: int) -> None:
-        """A request has ended, and has cost so many tokens of output."""
+        """Ends a request, whose output has cost `num_output_tokens`."""
         account, now = permit.account, self._clock()
         account.num_live -= 1
         account.refill(now)
@@ -122,7 +122,7 @@ class TenantLimits:
         account.mean_s += _NEWEST * (now - permit.since - account.mean_s)
 
     def cancel(self, permit: Permit) -> None:
-        """A request was refused after all, and has cost nothing."""
+        """Undoes the admission of a request that was refused after all, so that it costs nothing."""
         permit.account.num_live -= 1
         permit.account.level += permit.num_prompt_tokens
 

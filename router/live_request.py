@@ -1,8 +1,8 @@
-"""A request while it is answered: its sequences' text as it grows, and the mailbox that its stream is written from.
+"""A request being answered: its sequences' text as it grows, and the mailbox that its stream is written from.
 
-What the writer has not taken is merged into one delta per sequence, so a slow client costs at most the length of its
-own output, and nobody else's time. Log-probabilities, up to a hundred times as long as their text, are told in as many
-messages as their size needs, and a client that leaves too many unread is given up.
+Output that the writer has not taken is merged into one delta per sequence, so a slow client costs at most the length of
+its own output, and no other client's time. Log-probabilities, up to a hundred times as long as their text, are sent in
+as many messages as their size needs, and a client that leaves too many unread is given up.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from router.received import Received, received_of
 from router.resolve import MAX_LOGPROBS_TOLD, CheckedRequest
 from router.tokenizer import Tokenizer
 
-# Of all sequences: about 1 MB, where clients take messages of 4 MiB unless they are told otherwise.
+# For all sequences together: about 1 MB; clients take messages of up to 4 MiB by default.
 _LOGPROBS_OF_A_MESSAGE = 50_000
 _MAX_FULL_DELTAS = MAX_LOGPROBS_TOLD // _LOGPROBS_OF_A_MESSAGE
 
@@ -39,12 +39,12 @@ _FINISH_REASON = {
 
 
 class OutputStream:
-    """One sequence: tokens in, text out, with the delta that the client has not got yet.
+    """One sequence: tokens in, text out, with the delta that the client has not received yet.
 
     Attributes:
-        num_tokens: tokens that came and count: none after a stop string's last.
-        ended: the scheduler has reported its end.
-        cumulative_logprob: of those that count.
+        num_tokens: tokens received that count: none after the last one of a stop string.
+        ended: whether the scheduler has reported its end.
+        cumulative_logprob: of the tokens that count.
         finish_reason: why it ended, when it has.
     """
 
@@ -54,17 +54,17 @@ class OutputStream:
         self.ended = False
         self.cumulative_logprob = 0.0
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
-        # For the scheduler that goes on where another one was.
+        # For a scheduler that takes over from another one.
         self._token_ids = array("i")
         self._match: Match | None = None
         self._request = request
         self._detokenizer = Detokenizer(tokenizer.backend, request.prompt_token_ids)
         self._stops = StopStrings(request.stop_strings, include=request.include_stop_string)
-        # What the client has not got yet: deltas that are as large as may be, and the one that grows.
+        # What the client has not received yet: full deltas, and the one that grows.
         self._full: deque[pb.Output] = deque()
         self._delta = pb.Output(index=index)
         self._room = self._max_logprobs = _LOGPROBS_OF_A_MESSAGE // request.num_sequences
-        # Of the delta's text. Appended to in the message, it would leave a copy of itself behind each time (arenas).
+        # The delta's text. Appending to it in the message would leave a copy of it behind each time (arenas).
         self._pieces = [request.echo]
         self._has_delta = bool(request.echo)
 
@@ -80,7 +80,7 @@ class OutputStream:
 
     @property
     def has_delta(self) -> bool:
-        """Whether there is something that the client has not got."""
+        """Whether there is something that the client has not received."""
         return self._has_delta or bool(self._full)
 
     @property
@@ -90,13 +90,13 @@ class OutputStream:
 
     @property
     def progress(self) -> session_pb2.Progress:
-        """What came of it so far."""
+        """What it has output so far."""
         if self.ended:
             return session_pb2.Progress(ended=True)
         return session_pb2.Progress(token_ids=pack(self._token_ids), cumulative_logprob=self.cumulative_logprob)
 
     def lose_overrun(self) -> None:
-        """The scheduler that sampled on behind a stop string is gone, and another one will not have these tokens."""
+        """Drops the tokens after a stop string: their scheduler is gone, and another one will not have them."""
         del self._token_ids[self.num_tokens :]
 
     def push(
@@ -112,7 +112,7 @@ class OutputStream:
             token_ids: the tokens.
             end: how the sequence has ended.
             logprobs: what the client wants to know of each.
-            own_logprobs: the log-probability of each, for their sum; none of a beam's, whose sum comes with its end.
+            own_logprobs: the log-probability of each, for their sum; 0 for a beam, whose sum comes with its end.
         """
         self._token_ids.extend(token_ids)
         hidden = end is not None and end.HasField("stop_token_id") and not self._request.include_stop_string
@@ -137,12 +137,12 @@ class OutputStream:
             self._end(end)
 
     def leave_out(self, received: Received) -> None:
-        """Drops the deltas that are as large as may be, as far as the client has them."""
+        """Drops full deltas, as far as the client already has them."""
         while self._full and not received.cut(self._full[0]):
             self._full.popleft()
 
     def take_delta(self) -> pb.Output | None:
-        """What came since the last time, or as much of it as goes into one message; None when nothing did."""
+        """What came since the last call, or as much of it as goes into one message; None if nothing came."""
         if self._full:
             return self._full.popleft()
         return self._close_delta() if self._has_delta else None
@@ -167,7 +167,7 @@ class OutputStream:
 
     def _end(self, end: session_pb2.Finished) -> None:
         self.ended = True
-        if not self.stopped:  # else it may have ended by itself, before the scheduler was told, and hold the overrun's
+        if not self.stopped:  # else it may have ended before the scheduler was told, its sum with the overrun's
             self.cumulative_logprob = end.cumulative_logprob
             self._push_text(self._detokenizer.flush())
         self._has_delta = True
@@ -186,22 +186,22 @@ class OutputStream:
 class LiveRequest:
     """What the router knows of a request between its submission and its last message.
 
-    Where more sequences are sampled than answered (best_of), all are held back until the last has ended.
+    When more sequences are sampled than returned (best_of), all are held back until the last has ended.
 
     Args:
         handle: its number on the session.
         on_stop: called with a sequence in whose text a stop string was found.
-        on_id_in_use: gives it another id, for a request that does not bring one of its own; None where it does.
+        on_id_in_use: gives the request another id; None if its client chose the id.
         trace: the span that the request is part of, for the scheduler.
-        whole: the client gets one answer, and nothing before.
+        whole: whether the client gets one answer, and nothing before it.
 
     Attributes:
-        num_taken: messages with outputs that were taken.
+        num_taken: messages taken, heartbeats not counted.
         deadline: when its client stops waiting, by time.monotonic; None for never.
-        stats: what the scheduler told with the end of a sequence; None before the first.
+        stats: what the scheduler reported with the last end of a sequence; None before the first.
         accepted: whether a scheduler has taken it.
         refused_by: addresses of the schedulers that would not take it.
-        num_charged_tokens: of its output, to the tenant for the calls that had it before.
+        num_charged_tokens: output tokens that the tenant was already charged for by earlier calls with this request.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class LiveRequest:
         self.accepted = False
         self.refused_by: set[str] = set()
         self.num_charged_tokens = 0
-        # The lives of schedulers that were lost without a token between, and how many tokens there were then.
+        # `SchedulerLink.life` of those lost without a token in between, and how many tokens there were then.
         self._lost: set[tuple[str, int]] = set()
         self._num_tokens_when_lost = 0
         self._arrival = arrival
@@ -239,11 +239,11 @@ class LiveRequest:
         self._clock = clock
         self._refusal: Refusal | None = None
         self._prompt_logprobs: Logprobs | None = None
-        # Whether the client has been told its id, with a message.
+        # Whether the client has been told its id, in a message.
         self._is_named = False
-        # As the client gets them; None until they are written, empty once they are told.
+        # The prompt's log-probabilities as messages; None until they are made, empty once they are sent.
         self._prompt_messages: list[pb.TokenLogprobs] | None = None
-        # What a client that resumes has, by the index of the output.
+        # What a client that resumes already has, by the index of the output.
         self._received = {} if request.resume is None else received_of(request.resume)
         num_echoed = len(request.echo.encode())
         if any(row.ended or row.num_tokens or row.text_bytes > num_echoed for row in self._received.values()):
@@ -258,7 +258,7 @@ class LiveRequest:
 
     @property
     def finish_reasons(self) -> list[pb.FinishReason]:
-        """Why the outputs ended, in the client's order; of those that have not, unspecified."""
+        """Why the outputs ended, in the client's order; unspecified for those that have not."""
         return [stream.finish_reason for stream in self._answered()]
 
     @property
@@ -268,7 +268,7 @@ class LiveRequest:
 
     @property
     def over(self) -> bool:
-        """Whether no scheduler has anything to do for it any more."""
+        """Whether no scheduler has anything left to do for it."""
         return self.finished or self._refusal is not None
 
     @property
@@ -277,13 +277,13 @@ class LiveRequest:
         return (self._clock() - self._arrival) * 1e3
 
     def accept(self) -> None:
-        """A scheduler has taken it: from now on the client can be told of it, its echo first."""
+        """Notes that a scheduler has taken it: from now on the client may get output, its echo first."""
         self.accepted = True
         if self.request.echo and not self._holds_back:
             self._filled.set()
 
     def push_prompt_logprobs(self, logprobs: Logprobs) -> None:
-        """Takes those of the prompt's tokens but the first, to go with the first delta; a second time is nothing."""
+        """Takes those of all prompt tokens but the first, to go with the first delta; a second call does nothing."""
         if self._prompt_logprobs is None:
             self._prompt_logprobs = logprobs
 
@@ -296,9 +296,9 @@ class LiveRequest:
         logprobs: Logprobs | None = None,
         own_logprobs: Sequence[float] = (),
     ) -> None:
-        """Takes tokens of a sequence, the first of them its `first_index`-th; those already here are passed over."""
+        """Takes tokens of a sequence, which begin at `first_index` in its output; skips those that are already here."""
         stream = self.streams[sequence_index]
-        if stream.ended or self._refusal is not None:  # told again after a lost connection, or too late
+        if stream.ended or self._refusal is not None:  # sent again after a lost connection, or too late
             return None
         if first_index > stream.num_received:
             return self.fail(Refusal(grpc.StatusCode.INTERNAL, "BUG", "tokens were lost between scheduler and router"))
@@ -337,9 +337,9 @@ class LiveRequest:
         self._filled.set()
 
     def lose(self, life: tuple[str, int]) -> int:
-        """Its scheduler is lost, or out of reach; gives how many were, without a token between.
+        """Notes that its scheduler is lost, or out of reach; returns how many were without a token in between.
 
-        One life of a scheduler counts once: a connection that breaks again and again has killed nobody.
+        One process of a scheduler counts once: a connection that breaks again and again is no crash.
         """
         if self.num_tokens > self._num_tokens_when_lost:
             self._num_tokens_when_lost = self.num_tokens
@@ -348,18 +348,18 @@ class LiveRequest:
         return len(self._lost)
 
     def spare(self, lives: AbstractSet[tuple[str, int]]) -> None:
-        """These schedulers live on: they were out of reach, and nothing has killed them."""
+        """Takes back the loss of these schedulers: they are alive, and were only out of reach."""
         self._lost -= lives
 
     def rename(self) -> bool:
-        """Takes another id, since this one is in use elsewhere; False where its client brought it, or was told it."""
+        """Takes another id, since this one is in use elsewhere; False if its client chose it, or was told it."""
         if self._on_id_in_use is None or self._is_named:
             return False
         self._on_id_in_use(self)
         return True
 
     def continuation(self) -> session_pb2.Continuation:
-        """What the scheduler that takes it over from another one has to know."""
+        """What a scheduler that takes it over from another one has to know."""
         for stream in self.streams:
             stream.lose_overrun()
         progress = [] if self.request.beam_search is not None else [stream.progress for stream in self.streams]
@@ -367,7 +367,7 @@ class LiveRequest:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether those that the client wants are here."""
+        """Whether the prompt's log-probabilities have come."""
         return self._prompt_logprobs is not None
 
     async def take(self) -> tuple[pb.GenerateResponse, bool]:
@@ -391,7 +391,7 @@ class LiveRequest:
             heartbeat, self._heartbeat = self._heartbeat, None
             self._is_named = True
             is_last = self.finished and not has_more
-            if outputs or is_last:  # who resumes may lack only the last message
+            if outputs or is_last:  # a client that resumes may lack only the last message
                 self.num_taken += 1
                 response = pb.GenerateResponse(request_id=self.request.request_id, outputs=outputs)
                 if self._prompt_messages:
@@ -408,7 +408,7 @@ class LiveRequest:
         return self.request.num_sequences > self.request.n and not self.finished
 
     def _answered(self) -> Sequence[OutputStream]:
-        """The sequences that the client is told of, in its order; none while that is not known yet."""
+        """The sequences that the client gets, in its order; none until that is known."""
         if self._holds_back:
             return []
         if self.request.num_sequences == self.request.n:
@@ -417,7 +417,7 @@ class LiveRequest:
         return ranked[: self.request.n]
 
     def _take_deltas(self, streams: Sequence[OutputStream]) -> list[pb.Output]:
-        """What each has to tell, but for what the client has."""
+        """The delta of each, without what the client already has."""
         outputs = []
         for index, stream in enumerate(streams):
             delta = stream.take_delta()

@@ -1,9 +1,9 @@
-"""How busy this router and what stands behind it are, for balancers: ORCA, out of band and in the trailers of calls.
+"""How busy this router and the schedulers behind it are, for balancers: ORCA, out of band and in trailers of calls.
 
-Balancers give a server calls in proportion to its calls a second over its utilization (gRPC's weighted_round_robin,
-Envoy's client_side_weighted_round_robin). That finds what each can do only if its utilization is what its own calls
-cause: where routers share schedulers, a figure that all have in common would let shares drift apart. A stream's
-trailers come when it is over, so who balances streams asks for reports out of band.
+Balancers give a server calls in proportion to its calls per second divided by its utilization (gRPC's
+weighted_round_robin, Envoy's client_side_weighted_round_robin). That finds what each server can do only if its
+utilization is what its own calls cause: where routers share schedulers, a figure common to all would let their shares
+drift apart. A stream's trailers come when it is over, so a balancer of streams asks for reports out of band.
 https://github.com/grpc/proposal/blob/master/A51-custom-backend-metrics.md
 """
 
@@ -22,7 +22,7 @@ from router.schedulers import Schedulers, load_of
 TRAILER = "endpoint-load-metrics-bin"
 # Balancers may want reports more often, but there may be a thousand of them.
 _INTERVAL_S = 1.0
-# What is reported is the mean of about so long.
+# Reports are means over about this long.
 _WINDOW_S = 5.0
 
 
@@ -50,7 +50,7 @@ class LoadMeter:
         self._trailers = ((TRAILER, b""),)
 
     def count(self) -> Sequence[tuple[str, bytes]]:
-        """Counts a call that ends; gives its trailers."""
+        """Counts a call that ends; returns its trailers."""
         self._num_calls += 1
         self.report()
         return self._trailers
@@ -69,7 +69,7 @@ class LoadMeter:
         load = load_of(links)
         num_queued = sum(link.num_queued for link in links)
         max_num_seqs = sum(link.welcome.limits.max_num_seqs for link in links if link.welcome)
-        # Whichever is scarcer, blocks or places in the batches: the part of it that this router's requests take.
+        # This router's part of whichever is scarcer, blocks or places in the batches.
         part = min(1.0, self._schedulers.num_live / num_queued) if num_queued else 0.0
         taken = part * max(load.kv_usage, num_queued / max_num_seqs if max_num_seqs else 0.0)
         newest = (self._num_calls / passed_s, (cpu_s - self._cpu_s) / passed_s, taken)

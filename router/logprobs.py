@@ -1,4 +1,4 @@
-"""Log-probabilities as clients see them, of the columns in which they come from the scheduler."""
+"""Log-probabilities as clients see them, made from the columns in which they come from the scheduler."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from protos.logprobs import Logprobs
 from protos.pagewire.v1 import generation_pb2 as pb
 
-# Tokens of a prompt that are written at once; in between, other streams go on.
+# Tokens of a prompt that are converted at a time; in between, other streams go on.
 _TOKENS_AT_ONCE = 256
 
 
 def token_logprobs(token_id: int, logprobs: Logprobs, place: int) -> pb.TokenLogprobs:
-    """Those of the token at `place` among the columns."""
+    """The log-probabilities of the token at `place` in the columns."""
     tops = slice(place * logprobs.num_top, (place + 1) * logprobs.num_top)
     pairs = zip(logprobs.top_token_ids[tops], logprobs.top_logprobs[tops], strict=True)
     return pb.TokenLogprobs(
@@ -23,7 +23,7 @@ def token_logprobs(token_id: int, logprobs: Logprobs, place: int) -> pb.TokenLog
 
 
 async def of_prompt(prompt_token_ids: Sequence[int], logprobs: Logprobs) -> list[pb.TokenLogprobs]:
-    """Those of all tokens of a prompt but the first."""
+    """The log-probabilities of all tokens of a prompt but the first."""
     messages: list[pb.TokenLogprobs] = []
     for place in range(len(logprobs)):
         messages.append(token_logprobs(prompt_token_ids[place + 1], logprobs, place))

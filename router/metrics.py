@@ -1,6 +1,6 @@
 """What the router exports to Prometheus: latencies as clients see them, and its schedulers' load for gateways.
 
-The load is what the schedulers told last, at most a second old, added up, and is left out while there is none.
+The load is what the schedulers reported last, at most a second ago, added up; it is left out while none is connected.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from router.schedulers import Schedulers, load_of
 
 
 def metrics_of(schedulers: Schedulers, calls: ClientCalls) -> list[Metric]:
-    """All of them."""
+    """All metrics of the router."""
     return [
         *_load(schedulers),
         Metric(

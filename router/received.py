@@ -1,4 +1,4 @@
-"""What a client has of an output that it resumes: left out when the output is told again."""
+"""What a client already has of an output that it resumes: left out when the output is sent again."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ class Received:
     """What is still to be left out.
 
     Attributes:
-        text_bytes: of text in UTF-8.
-        num_tokens: of token ids and log-probabilities.
-        ended: the client knows the end, and all before.
+        text_bytes: bytes of text in UTF-8.
+        num_tokens: tokens, with their ids and log-probabilities.
+        ended: whether the client has the end, and all before it.
     """
 
     text_bytes: int = 0
@@ -21,7 +21,7 @@ class Received:
     ended: bool = False
 
     def cut(self, delta: pb.Output) -> bool:
-        """Takes out of a delta what the client has; whether anything is left."""
+        """Removes from a delta what the client has; returns whether anything is left."""
         if self.ended:
             return False
         if self.text_bytes:
@@ -36,7 +36,7 @@ class Received:
 
 
 def check_resume(request: pb.GenerateRequest) -> list[Violation]:
-    """What is wrong with a resumption, but for the request that is resumed."""
+    """What is wrong with a resumption, apart from what depends on the resumed request."""
     resume, n = request.resume, request.sampling.n if request.sampling.HasField("n") else 1
     found = []
     if not request.request_id:

@@ -12,10 +12,10 @@ from protos.sampling_pb2 import Sampling
 from router.check import EARLY_STOPPING, ServedModel, Violations, check_token_ids, too_long
 from router.tokenizer import GenerationDefaults
 
-# Of all outputs: they are told in one message, which has 16 MiB at most.
+# For all outputs together: they are sent in one message, which has 16 MiB at most.
 MAX_ECHO_BYTES = 8 << 20
-# Of a prompt's tokens and those beside them: 12 MB of the one message they come in. Likewise of an answer that is kept
-# until all of it is there, and what the client of a stream may leave unread.
+# For a prompt's tokens and their alternatives: 12 MB of the one message they come in. The same limit holds for an
+# answer that is kept until it is complete, and for what the client of a stream may leave unread.
 MAX_LOGPROBS_TOLD = 1_000_000
 
 
@@ -24,12 +24,12 @@ class CheckedRequest:
     """A request with every default resolved.
 
     Attributes:
-        n: sequences that are answered.
-        scoped_id: the request id that the scheduler knows, which tells tenants apart.
-        resume: what the client has of the answer; None unless it takes it up again.
-        num_sequences: sequences that the scheduler tells of; over n, the n best of them are answered.
+        n: sequences that the client gets.
+        scoped_id: the request id as the scheduler knows it, which tells tenants apart.
+        resume: what the client already has of the answer; None unless it resumes one.
+        num_sequences: sequences that the scheduler reports; if they are more than n, the client gets the n best.
         beam_search: None where tokens are sampled.
-        stop_token_ids: of the client, and the model's own unless it ignores them.
+        stop_token_ids: the client's, and the model's own unless the client ignores them.
     """
 
     request_id: str
@@ -75,7 +75,7 @@ def resolve(
     params = request.sampling
     n = params.n if params.HasField("n") else 1
     num_sequences = params.best_of if params.HasField("best_of") else n
-    # What is told as it comes may be as much as it likes.
+    # Log-probabilities that are sent as they come are not limited here.
     num_kept = num_sequences if whole or num_sequences > n else 0
     _check_num_logprobs(request.output, num_prompt_tokens, num_kept, max_tokens, found)
     num_echoed = n * len(echo.encode())
@@ -108,7 +108,7 @@ def resolve(
 def _max_tokens(
     request: pb.GenerateRequest, prompt_token_ids: Sequence[int], model: ServedModel, found: Violations
 ) -> int:
-    """The longest output that is wanted, which is checked with the prompt against the context."""
+    """The most output tokens that are wanted; checks them and the prompt against the context."""
     stop, num_prompt_tokens = request.stop, len(prompt_token_ids)
     field = request.WhichOneof("prompt") or "prompt"
     # A tokenizer may know tokens that the model has no embedding for.
@@ -147,9 +147,9 @@ def _sampling(
     request: pb.GenerateRequest, model: ServedModel, num_prompt_tokens: int, stop_token_ids: Sequence[int]
 ) -> Sampling:
     params, output = request.sampling, request.output
-    # In one order, by which the same request is known again.
+    # In a fixed order, so that the same request is recognized when it comes again.
     biases = sorted(params.logit_bias.items())
-    # Neither the model's own temperature, nor its filters and penalty apply to a beam search.
+    # The model's own temperature, filters and penalty do not apply to a beam search.
     defaults = GenerationDefaults(eos_token_ids=(), temperature=0.0) if params.beam_width else model.defaults
 
     def first_set(name: str, fallback: float) -> float:

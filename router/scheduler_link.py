@@ -1,4 +1,4 @@
-"""The router's end of its one stream to a scheduler, through broken connections and restarts of the other side."""
+"""The router's end of its one stream to a scheduler, which survives broken connections and restarts there."""
 
 import asyncio
 import logging
@@ -18,17 +18,17 @@ from router.live_request import LiveRequest, OutputStream
 from router.step_outputs import deliver
 
 _RECONNECT_DELAY_S = 0.1
-# After this without a connection the log says why, and new certificates are looked for.
+# After this long without a connection, the router logs why and looks for new certificates.
 _LOOK_AGAIN_S = 10.0
-# After a refusal that only a new version of one side can mend.
+# The delay after a refusal that only a new version of one side can fix.
 _REFUSED_DELAY_S = 5.0
-# How often the scheduler is looked at in the time after which it counts as stalled.
+# How many times the scheduler is checked within the time after which it counts as stalled.
 _NUM_LOOKS = 5
-# How long a scheduler without a worker keeps its requests where others have one.
+# How long a scheduler without a worker keeps its requests when others have one.
 _WORKER_PATIENCE_S = 10.0
-# Schedulers that a request may lose in a row, without a token between: it may be what kills them.
+# A request fails when it has lost this many schedulers in a row without a token in between: it may be what kills them.
 _MOST_LOST = 3
-# Of the unary calls, which nobody waits for on a stream.
+# The timeout of unary calls.
 _ANSWER_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 
@@ -38,18 +38,18 @@ class SchedulerLink:
 
     Args:
         address: where it is dialled.
-        stall_s: seconds without a message after which the scheduler counts as stalled; it is asked for one before.
+        stall_s: seconds without a message after which the scheduler counts as stalled; it is pinged before.
         patience_s: seconds that requests wait here for a scheduler that is away.
         on_change: called when `serving` or `welcome` may have changed.
         on_refused: called with a request that the scheduler does not take, and its refusal.
-        line: to the scheduler.
+        line: the channel to the scheduler.
 
     Attributes:
-        name: its address, as the choice among schedulers takes it.
-        accepted: whether it serves the model that the others do, as `Schedulers` finds.
-        welcome: what the scheduler said of itself and its model; None before the first connection.
+        name: its address as bytes, for the choice among schedulers.
+        accepted: whether it serves the model that the others do, as `Schedulers` decides.
+        welcome: what the scheduler said about itself and its model; None before the first connection.
         connected: whether there is a session, and the load is what the scheduler says.
-        draining: it has said that it goes away.
+        draining: whether it has said that it is going away.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class SchedulerLink:
         self._num_counted = 0
         self.connected = False
         self._stall_s = stall_s
-        # Looks in a row between which nothing was heard. Counted, so that a router that was suspended itself does not
-        # blame its scheduler.
+        # Checks in a row with nothing heard in between. Counted rather than timed, so that a router that was itself
+        # suspended does not blame its scheduler.
         self._num_silent_looks = 0
         self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
-        # Of the scheduler, whose requests end then; and of its worker, for which it keeps them until then.
+        # When the scheduler is away too long, its requests end; until its worker is away too long, it keeps them.
         self._absence = Absence(patience_s, self._give_up)
         self._worker_absence = Absence(_WORKER_PATIENCE_S, on_change)
-        # What the last Hello told the scheduler to go on with.
+        # Handles that the last Hello told the scheduler to continue.
         self._resumed: set[int] = set()
 
     @property
@@ -96,7 +96,7 @@ class SchedulerLink:
 
     @property
     def life(self) -> tuple[str, int]:
-        """Its address, and which of the processes there it is, or was last."""
+        """Its address, and the epoch of the process that is, or last was, there."""
         return self.address, 0 if self.welcome is None else self.welcome.scheduler_epoch
 
     @property
@@ -106,18 +106,18 @@ class SchedulerLink:
 
     @property
     def stalled(self) -> bool:
-        """Whether nothing was heard for so long that nobody should wait for it."""
+        """Whether nothing was heard for so long that no request should wait for it."""
         return self._num_silent_looks > _NUM_LOOKS
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait or run at the scheduler: what it said last, and what this router did since."""
+        """Requests that wait or run at the scheduler: what it said last, adjusted by what this router did since."""
         told = self.load.num_waiting + self.load.num_running + self.load.num_swapped
         return max(0, told + len(self._live) - self._num_counted)
 
     @property
     def live(self) -> list[LiveRequest]:
-        """Requests that the scheduler has to go on with; of the others the last message is on its way to the client."""
+        """Requests that the scheduler still has to run; the others' last messages are on their way to the clients."""
         return [live for live in self._live.values() if not live.over]
 
     @property
@@ -131,26 +131,26 @@ class SchedulerLink:
 
     @property
     def gone_in_order(self) -> bool:
-        """Whether it says that it goes away, or that its worker did: none of its requests is to blame."""
+        """Whether it has said that it is going away, or that its worker did: none of its requests is to blame."""
         return self.draining or self.load.worker_left
 
     def submit(self, live: LiveRequest) -> None:
         """Sends a request to the scheduler.
 
-        A scheduler that has lost its worker takes it all the same: it waits there for the next one. One that another
-        scheduler had goes on where it was.
+        A scheduler that has lost its worker takes the request all the same: it waits there for the next worker. A
+        request that another scheduler had continues where it was.
         """
         self._live[live.handle] = live
         self._send_submit(live)
 
     def release(self, live: LiveRequest, *, moved: bool = False) -> None:
-        """The request is answered, its client is gone, or it goes on elsewhere: its blocks are free within a step."""
+        """Drops a request that is answered, given up or moved elsewhere: its blocks are free within a step."""
         self._unanswered.discard(live.handle)
         if self._live.pop(live.handle, None) is not None and not live.finished:
             self._send(pb.SessionRequest(cancel=pb.Cancel(handle=live.handle, moved=moved)))
 
     def stop_sequence(self, handle: int, stream: OutputStream) -> None:
-        """A stop string was found in this sequence, and ends with the last of its tokens that count."""
+        """Reports a stop string in this sequence, which ends with the last of its tokens that count."""
         stop = pb.StopSequence(handle=handle, sequence_index=stream.index, num_tokens=stream.num_tokens)
         self._send(pb.SessionRequest(stop_sequence=stop))
 
@@ -162,7 +162,7 @@ class SchedulerLink:
             raise _no_answer(error) from error
 
     async def locate(self, handles: list[int]) -> list[tuple[int, int]]:
-        """(session_pb2.Status, place in its queue or -1) of each live request; 0 where the scheduler does not say."""
+        """(session_pb2.Status, place in its queue or -1) of each live request; status 0 if unknown."""
         request = pb.LocateRequest(router_id=self._router_id, handles=pack(handles))
         try:
             response = await self._stub.Locate(request, timeout=_ANSWER_TIMEOUT_S)
@@ -171,7 +171,7 @@ class SchedulerLink:
         return list(zip(unpack(response.statuses), unpack(response.positions), strict=True))
 
     async def explain(self, scoped_id: str, request_id: str, *, briefly: bool = False) -> pb.ExplainResponse:
-        """Why a live request is where it is, or `briefly` only that it is live; the client calls it `request_id`.
+        """Why a live request is where it is or, if `briefly`, only that it is live; the client calls it `request_id`.
 
         Raises:
             Refusal: NOT_FOUND, there is no such live request; UNAVAILABLE.
@@ -205,7 +205,7 @@ class SchedulerLink:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     delay_s = _REFUSED_DELAY_S
             finally:
-                call.cancel()  # an abandoned call is never collected
+                call.cancel()  # an abandoned call is never garbage-collected
                 self._disconnected()
             await asyncio.sleep(delay_s)
 
@@ -242,7 +242,7 @@ class SchedulerLink:
             await call.write(await outbox.get())
 
     async def _watch(self) -> None:
-        """Asks for a sign of life where there has been none for a while."""
+        """Asks for a sign of life when there has been none for a while."""
         self._num_silent_looks = 0
         while True:
             await asyncio.sleep(self._stall_s / _NUM_LOOKS)
@@ -256,7 +256,7 @@ class SchedulerLink:
                 self._on_change()
 
     def _send(self, message: pb.SessionRequest) -> None:
-        # While disconnected nothing is queued: the next Hello tells the scheduler all that matters.
+        # Nothing is queued while disconnected: the next Hello tells the scheduler all that matters.
         if self.connected:
             self._outbox.put_nowait(message)
 
@@ -288,7 +288,7 @@ class SchedulerLink:
         self._stop_again(live)
 
     def _stop_again(self, live: LiveRequest) -> None:
-        """Says which sequences have met a stop string, to a scheduler that may not have heard of it."""
+        """Tells a scheduler that may not know it yet which sequences have met a stop string."""
         for stream in live.streams:
             if stream.stopped and not stream.ended:
                 self.stop_sequence(live.handle, stream)
@@ -323,7 +323,7 @@ class SchedulerLink:
                 self._on_change()
 
     def _answered(self) -> Mapping[int, LiveRequest]:
-        """The live requests but those just submitted: their output is of an earlier stay here, before one elsewhere."""
+        """The live requests but those just submitted: output for these is from an earlier stay here."""
         if not self._unanswered:
             return self._live
         return {handle: live for handle, live in self._live.items() if handle not in self._unanswered}
@@ -348,13 +348,13 @@ class SchedulerLink:
         went_in_order, self.draining = self.draining, False
         self._absence.end()
         self._unanswered.clear()
-        self._on_change()  # which says whether this scheduler is accepted
+        self._on_change()  # which decides whether this scheduler is accepted
         for handle in self._resumed - self._live.keys():  # their clients left between Hello and Welcome
             self._send(pb.SessionRequest(cancel=pb.Cancel(handle=handle)))
         unknown = set(unpack(welcome.unknown_handles))
         is_other = last_welcome is not None and model_of(last_welcome) != model_of(welcome)
         for live in self.live:
-            if not self.accepted:  # others have the model, and may go on
+            if not self.accepted:  # others have the model, and carry on
                 live.fail(lost(live, "its scheduler came back with another model"))
             elif is_other:
                 message = f"the request is lost: {welcome.model.model!r} is served now, which would say something else"
@@ -374,7 +374,7 @@ class SchedulerLink:
         self._on_change()
 
     def _on_lost(self, live: LiveRequest, life: tuple[str, int], *, in_order: bool) -> None:
-        """The scheduler that had a request is gone, or has not waited for us; whoever is there has not got it."""
+        """Resubmits a request, or gives it up: its scheduler is gone, or has not kept it until we came back."""
         if not in_order and give_up(live, life):
             return None
         log.info("request goes on", extra={"request_id": live.request.request_id, "tokens": live.num_tokens})
@@ -392,7 +392,7 @@ class SchedulerLink:
             live.fail(lost(live, why))
 
     def break_off(self) -> None:
-        """Ends what is live with an error: this router is about to go."""
+        """Ends all live requests with an error: this router is about to go."""
         for live in self.live:
             text = "this router shut down before the request was finished"
             live.fail(Refusal(_code_of_loss(live), "DRAINING", text, retry_delay_ms=1000))
@@ -403,18 +403,18 @@ def _no_answer(error: grpc.aio.AioRpcError) -> Refusal:
 
 
 def model_of(welcome: pb.Welcome) -> tuple[str, int, int, str, str]:
-    """What must be equal where requests may go from one scheduler to another."""
+    """What must be equal for requests to go from one scheduler to another."""
     model = welcome.model
     return model.model, model.context_length, model.vocabulary_size, model.dtype, model.quantization
 
 
 def lost(live: LiveRequest, why: str) -> Refusal:
-    """The end of a request that can not go on."""
+    """The error that ends a request that cannot go on."""
     return Refusal(_code_of_loss(live), "SCHEDULER_LOST", f"the request was lost: {why}", retry_delay_ms=1000)
 
 
 def give_up(live: LiveRequest, life: tuple[str, int]) -> bool:
-    """Notes that a request has lost a scheduler. Whether it has failed by that: it may be what kills them."""
+    """Notes that a request has lost a scheduler; returns whether it failed for that: it may be what kills them."""
     if live.lose(life) < _MOST_LOST:
         return False
     message = f"the request is given up: {_MOST_LOST} schedulers in a row were lost while they had it"
@@ -423,5 +423,5 @@ def give_up(live: LiveRequest, life: tuple[str, int]) -> bool:
 
 
 def _code_of_loss(live: LiveRequest) -> grpc.StatusCode:
-    """UNAVAILABLE, which proxies retry, as long as the client has no token; then ABORTED, which they do not."""
+    """UNAVAILABLE, which proxies retry, as long as the client has no token; after that ABORTED, which they do not."""
     return grpc.StatusCode.ABORTED if live.has_told else grpc.StatusCode.UNAVAILABLE

@@ -1,8 +1,8 @@
-"""The schedulers behind this router: which there are, which gets a request, and what becomes of it when one is lost.
+"""The schedulers behind this router: which exist, which one gets a request, and what happens when that one is lost.
 
-All serve one model. No request is tied to its scheduler: when that is lost, hangs or goes away, another one goes on
-with it behind the tokens that are here already, and so does the same one when it is back. Sampling counts by request
-and position, so the tokens to come are those that would have come.
+All serve one model. No request is tied to its scheduler: when that is lost, hangs or goes away, another one continues
+the request after the tokens that are already here, and so does the same one when it is back. Sampling is counter-based,
+keyed by request and position, so the tokens to come are those that would have come anyway.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Schedulers:
         on_change: called when `serving` or `welcome` may have changed.
 
     Attributes:
-        welcome: what a scheduler said of itself and the model that all serve; None before the first connection.
+        welcome: what a scheduler said about itself and the model that all serve; None before the first connection.
     """
 
     def __init__(self, settings: RouterSettings, on_change: Callable[[], None]) -> None:
@@ -53,9 +53,9 @@ class Schedulers:
         self._on_change = on_change
         self._last_handle = 0
         self._links: dict[str, SchedulerLink] = {}
-        # What all must serve; None before the first connection.
+        # The model that all must serve; None before the first connection.
         self._model: tuple[str, int, int, str, str] | None = None
-        # Who gets requests now: those that serve, else those that take what will wait.
+        # The schedulers that get requests now: those that serve, else those where requests have to wait.
         self._takers: list[SchedulerLink] = []
         # Where each live request is.
         self._places: dict[int, SchedulerLink] = {}
@@ -81,7 +81,7 @@ class Schedulers:
         return [link for link in list(self._links.values()) if link.connected and link.accepted]
 
     def labels(self) -> dict[str, str] | None:
-        """Of this router's metrics; None before the first connection."""
+        """The labels of this router's metrics; None before the first connection."""
         return None if self.welcome is None else {"model_name": self.welcome.model.model}
 
     def new_handle(self) -> int:
@@ -90,7 +90,7 @@ class Schedulers:
         return self._last_handle
 
     async def who_has(self, scoped_id: str) -> SchedulerLink | None:
-        """The scheduler that has this live request, of any router."""
+        """The scheduler that has this live request, whichever router submitted it."""
         asked = [link for link in self._takers if link.serving]
         answers = await asyncio.gather(*(_answer(link.explain(scoped_id, scoped_id, briefly=True)) for link in asked))
         told = zip(asked, answers, strict=True)
@@ -102,10 +102,10 @@ class Schedulers:
         Args:
             live: the request.
             timeout_s: from now on.
-            holder: a scheduler that has it already, of another call.
+            holder: a scheduler that already has it, from another call.
 
         Raises:
-            Refusal: UNAVAILABLE, there is no scheduler that takes it.
+            Refusal: UNAVAILABLE, no scheduler takes it.
         """
         link = holder if holder in self._takers else self._pick(live, self._takers)
         if link is None:
@@ -115,18 +115,18 @@ class Schedulers:
         link.submit(live)
 
     def release(self, live: LiveRequest) -> None:
-        """The request is answered, or its client is gone; in that case its blocks are free within a step."""
+        """Drops a request that is answered, or whose client is gone; in that case its blocks are free within a step."""
         link = self._places.pop(live.handle, None)
         if link is not None:
             link.release(live)
 
     def stop_sequence(self, handle: int, stream: OutputStream) -> None:
-        """A stop string was found in this sequence, and ends with the last of its tokens that count."""
+        """Reports a stop string in this sequence, which ends with the last of its tokens that count."""
         if handle in self._places:
             self._places[handle].stop_sequence(handle, stream)
 
     async def get_states(self) -> dict[str, pb.GetStateResponse | Refusal]:
-        """Each scheduler's queues and blocks by its address, or why it does not tell."""
+        """Each scheduler's queues and blocks by its address, or why it does not answer."""
         away = unavailable("NO_SCHEDULER", "the scheduler does not answer: it is away")
         states: dict[str, pb.GetStateResponse | Refusal] = dict.fromkeys(self._links, away)
         asked = self._asked()
@@ -134,7 +134,7 @@ class Schedulers:
         return states | {link.address: answer for link, answer in zip(asked, answers, strict=True)}
 
     async def locate(self, handles: Sequence[int]) -> list[tuple[int, int]]:
-        """(session_pb2.Status, place in its scheduler's queue or -1) of each live request; 0 where nobody says."""
+        """(session_pb2.Status, place in its scheduler's queue or -1) of each live request; status 0 if unknown."""
         known = dict.fromkeys(handles, (int(pb.STATUS_UNSPECIFIED), -1))
         asked = {link: [handle for handle in handles if self._is_at(link, handle)] for link in self._asked()}
         asked = {link: there for link, there in asked.items() if there}
@@ -161,7 +161,7 @@ class Schedulers:
             refusals.append(answer)
         if not refusals:
             raise unavailable("NO_SCHEDULER", "no scheduler is known yet; retry")
-        # That nobody has it is known only if all have said so.
+        # It is certain that no scheduler has it only if all have said so.
         raise next((each for each in refusals if each.code is not grpc.StatusCode.NOT_FOUND), refusals[0])
 
     def obstacle(self, address: str) -> str:
@@ -188,7 +188,7 @@ class Schedulers:
             while True:
                 for name in names:
                     found[name] = await _addresses(name, found.get(name, []))
-                # Whom each one's certificate must name, if not its address.
+                # The name that each one's certificate must have, if not its address.
                 wanted = dict.fromkeys(fixed, "")
                 for name, addresses in found.items():
                     wanted |= dict.fromkeys(addresses, name.rpartition(":")[0])
@@ -203,7 +203,7 @@ class Schedulers:
                     self._links[address] = link
                     tasks[address] = group.create_task(link.run())
                 for address in self._links.keys() - wanted.keys():
-                    # A name may be gone for a moment; a session says more.
+                    # An address may be missing from the name for a moment; a session is better evidence.
                     if not self._links[address].connected and not self._links[address].num_live:
                         task = tasks.pop(address)
                         task.cancel()
@@ -211,11 +211,11 @@ class Schedulers:
                         await self._links.pop(address).close()
                         self._changed()
                 if not names:
-                    return  # and waits for the links
+                    return  # the group waits for the links
                 await asyncio.sleep(_LOOKUP_INTERVAL_S)
 
     def break_off(self) -> None:
-        """Ends what is live with an error: this router is about to go."""
+        """Ends all live requests with an error: this router is about to go."""
         for link in self._links.values():
             link.break_off()
 
@@ -228,7 +228,7 @@ class Schedulers:
         return SchedulerLink(address, self._stall_s, self._patience_s, self._changed, self._refused, line)
 
     def _asked(self) -> list[SchedulerLink]:
-        """Whom questions go to: a scheduler that is known to be away would be waited for."""
+        """The schedulers to ask: one that is known to be away would keep the caller waiting."""
         links = list(self._links.values())
         return links if len(links) == 1 else [link for link in links if link.connected and not link.stalled]
 
@@ -248,7 +248,7 @@ class Schedulers:
         return links[choose(key, names, loads, self._slack)]
 
     def _move(self, live: LiveRequest) -> bool:
-        """Gives a request to another scheduler that serves; False where there is none."""
+        """Gives a request to another scheduler that takes requests; False if there is none."""
         here = self._places[live.handle]
         others = [link for link in self._takers if link is not here and link.address not in live.refused_by]
         link = self._pick(live, others)
@@ -271,7 +271,7 @@ class Schedulers:
         return None
 
     def _changed(self) -> None:
-        """A scheduler has come, gone, or said something new of itself."""
+        """Called when a scheduler has come, gone, or said something new about itself."""
         self._compare_models()
         accepted = [link for link in self._links.values() if link.accepted]
         serving = [link for link in accepted if link.serving]
@@ -294,11 +294,11 @@ class Schedulers:
             self._move(live)
 
     def _compare_models(self) -> None:
-        """Accepts the schedulers of the model that was served so far, or if there is none any more, of the first one's.
+        """Accepts the schedulers of the model served so far or, if none has it any more, of the first one's model.
 
-        One that is away counts as what it was: it may come back.
+        A scheduler that is away counts with the model that it had: it may come back.
         """
-        # Those first who are there.
+        # Connected ones first.
         known = sorted((link for link in self._links.values() if link.welcome), key=lambda link: not link.connected)
         models = {link: model_of(link.welcome) for link in known if link.welcome}
         if not models:
@@ -310,7 +310,7 @@ class Schedulers:
                 facts = {"scheduler": link.address, "its": model, "ours": self._model}
                 log.error("a scheduler serves another model than the others, and gets no requests", extra=facts)
             link.accepted = model == self._model
-        # Of the one with most room, since what only that one can run goes there.
+        # From the one with the most room, since requests that only that one can run go there.
         accepted = [
             (link.connected, _size(link.welcome), link.welcome) for link in known if link.accepted and link.welcome
         ]
@@ -318,7 +318,7 @@ class Schedulers:
 
 
 def load_of(links: Sequence[SchedulerLink]) -> pb.Load:
-    """What schedulers said last, added up, their KV caches taken as one."""
+    """The last load reports of schedulers, added up, their KV caches taken as one."""
     blocks = [link.welcome.model.num_blocks if link.welcome else 0 for link in links]
     used = sum(link.load.kv_usage * num_blocks for link, num_blocks in zip(links, blocks, strict=True))
     return pb.Load(
@@ -331,7 +331,7 @@ def load_of(links: Sequence[SchedulerLink]) -> pb.Load:
 
 
 def _size(welcome: pb.Welcome) -> tuple[int, int]:
-    """Sequences that run together, and tokens of the KV cache."""
+    """How many sequences run together, and how many tokens the KV cache holds."""
     return welcome.limits.max_num_seqs, welcome.model.num_blocks * welcome.model.block_size
 
 
@@ -339,7 +339,7 @@ def _has_room(link: SchedulerLink, live: LiveRequest) -> bool:
     """Whether a scheduler could ever run all of a request's sequences together, up to their first tokens."""
     assert link.welcome is not None
     model, num_seqs = link.welcome.model, live.request.num_sequences
-    # The prompt's full blocks once, and for each sequence the one that its first token comes into.
+    # The prompt's full blocks once, and for each sequence the block that its first token goes into.
     num_blocks = len(live.request.prompt_token_ids) // model.block_size + num_seqs
     return num_seqs <= link.welcome.limits.max_num_seqs and num_blocks <= model.num_blocks
 
@@ -357,7 +357,7 @@ async def _answer(question: Awaitable[T]) -> T | Refusal:
 
 
 async def _addresses(name: str, before: list[str]) -> list[str]:
-    """All addresses of "host:port"; those from `before` while they can not be looked up."""
+    """All addresses of "host:port"; those from `before` while the lookup fails."""
     host, _, port = name.rpartition(":")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)

@@ -35,7 +35,8 @@ from router.schedulers import Schedulers
 from router.tenants import Tenant, Tenants
 from router.tokenizer import ChatTemplateError, Tokenizer
 
-# What is longer is tokenized, decoded or rendered beside the event loop, which all streams share: so much takes 1 ms.
+# Longer input is tokenized, decoded or rendered on a thread, off the event loop that all streams share; these sizes
+# take 1 ms.
 _INLINE_CHARS = 4096
 _INLINE_TOKENS = 4096
 _INLINE_MESSAGES = 256
@@ -45,7 +46,7 @@ class GenerationService:
     """Serves one model.
 
     Args:
-        meter: gives the trailers of calls; None for none.
+        meter: supplies the trailers of calls; None to send none.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class GenerationService:
         self._tenants = tenants
         self._calls = calls
         self._tenant_limits = TenantLimits()
-        # By the ids that the scheduler knows; None while one is admitted.
+        # By the ids that the scheduler knows; None while a request is being admitted.
         self._live: dict[str, LiveRequest | None] = {}
         self._request_limits = RequestLimits(
             settings.max_prompt_tokens, settings.max_output_tokens, settings.max_n, settings.max_beam_width
@@ -87,10 +88,10 @@ class GenerationService:
                     await write(response)
 
     async def Complete(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.CompleteResponse:
-        """Answers the same request whole."""
+        """Answers the same request in one message."""
         async with self._admitted(request, context, whole=True) as live:
             outputs = [pb.Output(index=index) for index in range(live.request.n)]
-            # Texts grow outside of messages, as in `OutputStream`.
+            # Texts grow outside the messages, as in `OutputStream`.
             pieces: list[list[str]] = [[] for _ in outputs]
             prompt_logprobs: list[pb.TokenLogprobs] = []
             last = False
@@ -146,7 +147,7 @@ class GenerationService:
         return pb.DetokenizeResponse(text=await self._decode(request.token_ids, skip_special_tokens=skip))
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
-        """What is served, and within which limits."""
+        """The served model and its limits."""
         model = self._model()
         check_model(request.model, model.name)
         welcome, tenant = self._welcome(), self._tenants.of(context)
@@ -176,7 +177,7 @@ class GenerationService:
     async def _admitted(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, *, whole: bool = False
     ) -> AsyncIterator[LiveRequest]:
-        """A request from its admission to its release, however it ends."""
+        """Holds a request from its admission to its release, however it ends."""
         live, permit = await self._admit(request, context, whole=whole)
         try:
             yield live
@@ -225,10 +226,10 @@ class GenerationService:
             self._schedulers.submit(live, context.time_remaining(), holder)
         except BaseException:
             self._tenant_limits.cancel(permit)
-            if held is None and self._live.get(scoped_id) is None:  # else it is another call's by now
+            if held is None and self._live.get(scoped_id) is None:  # else it belongs to another call by now
                 self._live.pop(scoped_id, None)
             raise
-        if held is not None:  # its call's connection is dead; the scheduler has already given the request to this one
+        if held is not None:  # its call's connection is dead; the scheduler is about to give the request to this one
             held.fail(taken_over())
             if is_paid:
                 live.num_charged_tokens = max(held.num_tokens, held.num_charged_tokens)
@@ -236,16 +237,16 @@ class GenerationService:
         return live, permit
 
     def _held(self, scoped_id: str, request: pb.GenerateRequest) -> LiveRequest | None:
-        """The live request of another call that this one goes on with.
+        """The live request of another call that this one resumes, if any.
 
         Raises:
-            Refusal: ALREADY_EXISTS, it is another one's; RESOURCE_EXHAUSTED, there are as many as there may be.
+            Refusal: ALREADY_EXISTS, another request has this id; RESOURCE_EXHAUSTED, no more may be live.
         """
         held = self._live.get(scoped_id)
         if scoped_id in self._live and not _resumes(request, held):
             message = f"request_id: {request.request_id!r} is in use by a live request; send another or none"
             raise Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
-        if len(self._live) >= self._settings.max_live_requests + (held is not None):  # which is one with it
+        if len(self._live) >= self._settings.max_live_requests + (held is not None):  # the held request is one of them
             message = f"this router answers {len(self._live)} requests already; retry, or use another"
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS", message, retry_delay_ms=1000)
         return held
@@ -253,7 +254,7 @@ class GenerationService:
     async def _resolve(
         self, request: pb.GenerateRequest, call: ClientCall, tenant: Tenant, model: ServedModel, *, whole: bool
     ) -> CheckedRequest:
-        """The request with its prompt's tokens and its defaults, apart from those of other tenants."""
+        """The request with its prompt's tokens and its defaults, kept apart from those of other tenants."""
         begin = time.monotonic()
         prompt_token_ids, text = await self._prompt(request)
         call.tokenizing = (begin, time.monotonic())
@@ -269,7 +270,7 @@ class GenerationService:
         )
 
     def _release(self, live: LiveRequest, permit: Permit, error: BaseException | None) -> None:
-        """Forgets a request that has ended, one way or another."""
+        """Forgets a request that has ended, in whatever way."""
         if self._live.get(live.request.scoped_id) is live:
             del self._live[live.request.scoped_id]
         if isinstance(error, Refusal) and error.code in TURNED_AWAY and live.num_tokens == 0:
@@ -279,14 +280,14 @@ class GenerationService:
         self._schedulers.release(live)
 
     def _new_id(self, tenant: Tenant, header_id: str) -> str:
-        """An id for a request that brings none: its x-request-id, made unique where several requests share one."""
+        """An id for a request without one: its x-request-id, made unique if another request has it, or a random one."""
         if not header_id:
             return f"req-{secrets.token_hex(8)}"
         is_taken = self._tenants.scoped(tenant, header_id) in self._live
         return _suffixed(header_id) if is_taken else header_id
 
     def _rename(self, live: LiveRequest, tenant: Tenant, call: ClientCall) -> None:
-        """Gives a request that brings no id another one, since a request at another router has this one."""
+        """Gives a request that came without an id another one, since a request at another router has this one."""
         if self._live.get(live.request.scoped_id) is live:
             del self._live[live.request.scoped_id]
         call.request_id = request_id = _suffixed(call.header_id)
@@ -346,12 +347,12 @@ class GenerationService:
 
 
 def _resumes(request: pb.GenerateRequest, held: LiveRequest | None) -> bool:
-    """Whether a request goes on with one that another call has; nobody but who began that knows its seed."""
+    """Whether a request resumes one that another call has; only the client that began that one knows its seed."""
     return held is not None and request.HasField("resume") and held.request.sampling.seed == request.resume.seed
 
 
 def _computed(request: CheckedRequest) -> tuple[object, ...]:
-    """What has to be equal, or the scheduler does not go on with one request for another call (`_adopt`)."""
+    """What must be equal for the scheduler to continue one call's request for another call (its `_adopt`)."""
     return request.prompt_token_ids, request.sampling, request.num_sequences, request.max_tokens
 
 
@@ -360,5 +361,5 @@ def _suffixed(header_id: str) -> str:
 
 
 async def _tell_id(live: LiveRequest, context: grpc.aio.ServicerContext) -> None:
-    """Gives the request's id in a header: with the first answer, since behind headers nobody can retry a call."""
+    """Sends the request's id in a header: with the first answer, since a call cannot be retried after its headers."""
     await context.send_initial_metadata((("x-request-id", live.request.request_id),))

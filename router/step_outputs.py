@@ -1,4 +1,4 @@
-"""From a scheduler's StepOutputs to the requests whose tokens these are."""
+"""Delivers a scheduler's StepOutputs to the requests whose tokens they hold."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def deliver(outputs: pb.StepOutputs, live: Mapping[int, LiveRequest]) -> None:
-    """Hands each request of `live`, by handle, its tokens and how its sequences ended; the others get nothing."""
+    """Hands each request in `live` (by handle) its tokens and how its sequences ended; skips other requests."""
     if outputs.prompt_handles:
         _deliver_prompt_logprobs(outputs, live)
     ends = {(end.handle, end.sequence_index): end for end in outputs.finished}
@@ -47,7 +47,7 @@ def _deliver_prompt_logprobs(outputs: pb.StepOutputs, live: Mapping[int, LiveReq
 
 
 def _read_logprobs(outputs: pb.StepOutputs) -> dict[int, Logprobs]:
-    """Of the rows whose requests asked, by their places."""
+    """Log-probabilities of the rows whose requests asked for them, by row."""
     reader, counts = LogprobReader(outputs.logprobs), unpack(outputs.counts)
     rows = zip(unpack(outputs.logprob_rows), unpack(outputs.logprob_num_tops), strict=True)
     return {place: reader.take(counts[place], num_top) for place, num_top in rows}

@@ -1,13 +1,13 @@
-"""The file of tenants: what each may use and, where tokens are asked for, who may come in. Read again when it changes.
+"""The file of tenants: what each may use and, where tokens are required, who may come in. Read again when it changes.
 
     [acme]                                    # the tenant's name
-    sha256 = ["9f86d081...", "60303ae2..."]   # of each of its tokens; two while one takes over from the other
+    sha256 = ["9f86d081...", "60303ae2..."]   # one for each token; two while one replaces the other
     weight = 2                                # the rest is optional
     max_requests = 32
     tokens_per_minute = 600000
 
-Hashes are for `--auth-tokens`, where each tenant needs one, and `--tenants` takes the rest alone. `pagewire token new
-NAME` writes such an entry. A token has 256 random bits, so a plain hash of it tells nothing.
+Hashes are for `--auth-tokens`, where each tenant needs one; `--tenants` takes only the rest. `pagewire token new
+NAME` writes such an entry. A token has 256 random bits, so a plain hash of it reveals nothing.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class TenantFileError(ValueError):
-    """A file of tenants can not be used; the message names it and what is wrong."""
+    """A file of tenants cannot be used; the message names it and what is wrong."""
 
 
 class Entry(BaseModel):
-    """A tenant of the file; limits that it does not name are the router's defaults."""
+    """A tenant in the file; limits that it does not set are the router's defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -41,12 +41,12 @@ class Entry(BaseModel):
 
 
 class TokenEntry(Entry):
-    """A tenant that shows tokens."""
+    """A tenant that is known by its tokens."""
 
     sha256: tuple[Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")], ...] = Field(min_length=1)
 
 
-# Of a tenant; no name holds a "/".
+# Of a tenant; no name contains a "/".
 TENANT_NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 _Name = Annotated[str, StringConstraints(pattern=f"^{TENANT_NAME}$")]
 _TENANTS = TypeAdapter(dict[_Name, Entry])
@@ -57,7 +57,7 @@ class TenantFile:
     """The tenants of a file by their names.
 
     Raises:
-        TenantFileError: the file can not be used now; later, what was read before stays.
+        TenantFileError: the file cannot be used at the start; later, what was read before stays in use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,13 +69,13 @@ class TenantFile:
 
 
 class TokenFile:
-    """The same by their tokens, and with the same errors."""
+    """The tenants of a file by their tokens, with the same errors."""
 
     def __init__(self, path: Path) -> None:
         self._file = _Followed(path, read_tokens)
 
     def find(self, token: str) -> tuple[str, Entry] | None:
-        """The tenant that a token is of; takes as long for each, known or not."""
+        """The tenant that a token belongs to; takes equally long for each token, known or not."""
         digest, found = hashlib.sha256(token.encode()).digest(), None
         for known, name, entry in self._file.content():
             if hmac.compare_digest(known, digest):
@@ -87,7 +87,7 @@ def read_tenants(path: Path) -> dict[str, Entry]:
     """Each tenant's entry by its name.
 
     Raises:
-        TenantFileError: the file can not be read or is no file of tenants.
+        TenantFileError: the file cannot be read or is no file of tenants.
     """
     return _read(path, _TENANTS)
 
@@ -96,7 +96,7 @@ def read_tokens(path: Path) -> list[tuple[bytes, str, Entry]]:
     """Digest, tenant's name and entry of each token.
 
     Raises:
-        TenantFileError: the file can not be read or is no token file.
+        TenantFileError: the file cannot be read or is no token file.
     """
     tenants = _read(path, _TOKENS)
     tokens: list[tuple[bytes, str, Entry]] = [
@@ -108,7 +108,7 @@ def read_tokens(path: Path) -> list[tuple[bytes, str, Entry]]:
 
 
 class _Followed(Generic[T]):
-    """What a file holds now; while it is no use, what it held before."""
+    """What a file holds now; while it cannot be used, what it held before."""
 
     def __init__(self, path: Path, read: Callable[[Path], T]) -> None:
         self._path = path
@@ -137,5 +137,5 @@ def _read(path: Path, form: TypeAdapter[T]) -> T:
         row = error.errors()[0]
         place = ".".join(str(part) for part in row["loc"] if part != "[key]")
         raise TenantFileError(f"{path}: {place}: {row['msg']}") from error
-    except ValueError as error:  # no TOML, or no UTF-8
+    except ValueError as error:  # not TOML, or not UTF-8
         raise TenantFileError(f"{path} is no file of tenants: {error}") from error

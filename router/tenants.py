@@ -1,7 +1,7 @@
-"""Who a client is: by its token, by its certificate, or by what a trusted proxy says of it.
+"""Who a client is: by its token, by its certificate, or by what a trusted proxy says about it.
 
-A tenant's name is all that the rest of the router knows. It parts what tenants must not share: request ids and cached
-prefixes are prefixed by it, and no name holds the "/" behind it.
+Of a client's identity, the rest of the router knows only the tenant's name. It separates what tenants must not share:
+request ids and cache salts begin with it, and no name contains the "/" that follows it.
 """
 
 import re
@@ -28,10 +28,10 @@ class Tenant:
     """A client's identity and what it may use.
 
     Attributes:
-        name: "" where nobody says who the client is.
-        weight: its share when tenants want more than there is, measured against the others'.
-        max_requests: that it may have live at once; None for no limit.
-        tokens_per_minute: of prompts and outputs together; None for no limit.
+        name: "" where the client is not identified.
+        weight: its share, relative to the others', when tenants want more than there is.
+        max_requests: requests that it may have live at once; None for no limit.
+        tokens_per_minute: tokens of prompts and outputs together; None for no limit.
     """
 
     name: str = ""
@@ -41,21 +41,21 @@ class Tenant:
 
 
 class Tenants(Protocol):
-    """One way to know a client."""
+    """One way to identify a client."""
 
     def of(self, context: grpc.aio.ServicerContext) -> Tenant:
         """The tenant that calls.
 
         Raises:
-            Refusal: UNAUTHENTICATED, it is none.
+            Refusal: UNAUTHENTICATED, the client is no tenant.
         """
 
     def scoped(self, tenant: Tenant, name: str) -> str:
-        """What a tenant calls `name` in the language of those who serve several."""
+        """A tenant's `name`, made unique among those of all tenants."""
 
 
 class Anonymous:
-    """Nobody is asked: all clients are one tenant without a name."""
+    """No client is identified: all are one tenant without a name."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._tenant = _tenant("", Entry(), settings)
@@ -68,14 +68,14 @@ class Anonymous:
 
 
 class _Named:
-    """Tenants have names, and a file may tell what each may use."""
+    """Tenants have names, and a file may say what each may use."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._file = None if settings.tenants is None else TenantFile(settings.tenants)
 
     def named(self, name: str) -> Tenant:
-        """The tenant of a name that somebody trusted has told."""
+        """The tenant of a name that comes from a trusted source."""
         return _tenant(name, Entry() if self._file is None else self._file.find(name), self._settings)
 
     def scoped(self, tenant: Tenant, name: str) -> str:
@@ -119,7 +119,7 @@ class ByToken(_Named):
         return self.of_metadata(context.invocation_metadata() or ())
 
     def of_metadata(self, metadata: Metadata) -> Tenant:
-        """The tenant whose token these are sent with."""
+        """The tenant whose token this metadata carries."""
         authorization = _value(metadata, "authorization")
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             message = "authorization: this server wants metadata of this name with the value 'Bearer TOKEN'"
@@ -131,7 +131,7 @@ class ByToken(_Named):
 
 
 class TokenGate(grpc.aio.ServerInterceptor):
-    """Lets nobody in without a token, whatever is called, but for health, which probes ask for."""
+    """Refuses calls of any method without a known token, except health checks, which probes make."""
 
     def __init__(self, tenants: ByToken) -> None:
         self._tenants = tenants
@@ -150,7 +150,7 @@ class TokenGate(grpc.aio.ServerInterceptor):
 
 
 def tenants_of(settings: RouterSettings) -> Tenants:
-    """The way to know clients that the settings name."""
+    """The way to identify clients that the settings choose."""
     if settings.auth_tokens is not None:
         return ByToken(TokenFile(settings.auth_tokens), settings)
     if settings.tenant_header is not None:
@@ -161,12 +161,12 @@ def tenants_of(settings: RouterSettings) -> Tenants:
 
 
 def unauthenticated(reason: str, message: str) -> Refusal:
-    """UNAUTHENTICATED: the client has to say who it is, and a retry as it is does not help."""
+    """UNAUTHENTICATED: the client has to say who it is, and retrying unchanged does not help."""
     return Refusal(grpc.StatusCode.UNAUTHENTICATED, reason, message)
 
 
 def _tenant(name: str, entry: Entry, settings: RouterSettings) -> Tenant:
-    """With the router's defaults where a file has no word."""
+    """A tenant with the router's defaults where its entry says nothing."""
     return Tenant(
         name,
         entry.weight,
@@ -182,7 +182,7 @@ def _value(metadata: Metadata, key: str) -> str:
 
 
 def _refusing(refusal: Refusal) -> Any:
-    """Answers any kind of call without reading it."""
+    """A handler that refuses any kind of call without reading it."""
 
     async def refuse(requests: object, context: grpc.aio.ServicerContext) -> None:
         await context.abort_with_status(rpc_status.to_status(to_status(refusal)))

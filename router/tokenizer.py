@@ -1,7 +1,7 @@
-"""Text to token ids and back, the chat template, and what the checkpoint says of generation.
+"""Text to token ids and back, the chat template, and what the checkpoint says about generation.
 
-Hugging Face's `tokenizers` and a Jinja sandbox set up as transformers sets up its own: transformers itself would bring
-200 MB and two seconds of start to a process that only needs these two.
+Uses Hugging Face's `tokenizers` and a Jinja sandbox set up as transformers sets up its own: transformers itself would
+add 200 MB and two seconds of startup to a process that needs only these two.
 """
 
 import json
@@ -36,7 +36,7 @@ class UnreadableFile(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What the checkpoint's generation_config names; None where it names nothing."""
+    """What the checkpoint's generation_config sets; None where it sets nothing."""
 
     eos_token_ids: tuple[int, ...]
     temperature: float | None = None
@@ -52,12 +52,12 @@ class Tokenizer:
 
     Attributes:
         backend: the `tokenizers.Tokenizer`, which streams decode with.
-        max_token_bytes: bytes of text that a token stands for at most: no text of b bytes has fewer than
+        max_token_bytes: the most bytes of text that a token stands for: no text of b bytes has fewer than
             b / max_token_bytes tokens.
 
     Raises:
         FileNotFoundError: the directory holds no tokenizer.json.
-        UnreadableFile: a file is there, and is damaged.
+        UnreadableFile: a file is there, but damaged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -82,7 +82,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`."""
-        # Of the library's ways to encode, the batched ones alone leave the interpreter to other threads meanwhile.
+        # Of the library's encode methods, only the batched ones release the GIL for other threads.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -106,10 +106,10 @@ class Tokenizer:
 
 
 def find_checkpoint(model: str) -> Path:
-    """The folder of the tokenizer files of `model`: a directory, or a hub name, whose files are fetched.
+    """The folder with the tokenizer files of `model`: a directory, or a hub name, whose files are fetched.
 
     Raises:
-        FileNotFoundError: neither.
+        FileNotFoundError: it is neither.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -152,7 +152,7 @@ def _generation_defaults(directory: Path) -> GenerationDefaults:
 def _compile(directory: Path, config: dict[str, Any]) -> jinja2.Template | None:
     path = directory / "chat_template.jinja"
     source = path.read_text() if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several by name
+    if isinstance(source, list):  # several templates, by name
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
     if source is None:
         return None
@@ -169,7 +169,7 @@ def _compile(directory: Path, config: dict[str, Any]) -> jinja2.Template | None:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what a model said, for training; here it is its content."""
+    """`{% generation %}...{% endgeneration %}` marks what a model said, for training; here only its content counts."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
