@@ -19,13 +19,13 @@ from scheduler.server import SessionService
 from scheduler.sessions import Sessions
 from scheduler.watchdog import Watchdog
 
-# A change that falls into the telling of another one is told after this.
+# A change of health that comes while another is being reported is reported within this time.
 _HEALTH_INTERVAL_S = 1.0
 log = logging.getLogger("scheduler")
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event, recorder: Recorder | None = None) -> None:
-    """Serves routers until `stop` is set; health is SERVING while steps complete, or would."""
+    """Serves routers until `stop` is set; health is SERVING while steps complete, or could."""
     tracer = telemetry.start_tracer("scheduler", settings)
     observer = Observer(tracer)
     sessions = Sessions(observer.added, observer.ended)
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _open(path: Path) -> Recorder | None:
-    """A recorder; None where the disk is full, on which a scheduler that is started again has to serve all the same."""
+    """A recorder; None if the disk is full: a scheduler that is started again has to serve all the same."""
     try:
         return Recorder.open(path)
     except OSError as error:

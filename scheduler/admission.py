@@ -1,4 +1,4 @@
-"""Admission: what may wait, and whether a waiting group can have its blocks, now or ever."""
+"""Admission: which requests may wait, and whether a waiting group can have its blocks, now or ever."""
 
 import enum
 from array import array
@@ -28,7 +28,7 @@ class Reason(enum.Enum):
 
 
 class QueueFull(Exception):
-    """The waiting queue holds as much as it may; nothing was changed. In `retry_s` seconds there should be room."""
+    """The waiting queue is full; nothing was changed. In `retry_s` seconds there should be room."""
 
     def __init__(self, message: str, retry_s: float) -> None:
         super().__init__(message)
@@ -45,12 +45,12 @@ class Admission(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """The first of its queue, when it found too few free blocks: to look again each step would cost time by its length.
+    """The head of a queue and the blocks it lacked: remembered, since matching its tokens in each step would cost time.
 
     Attributes:
-        num_blocks: that it needed.
-        token_ids: that it was to compute; none if they are in the swap pool.
-        prefix: what the prefix cache had of them.
+        num_blocks: free blocks that it needed, the reserved ones included.
+        token_ids: tokens to look up in the prefix cache; none if it is swapped out, or does not use the cache.
+        prefix: the blocks that the prefix cache had for them.
     """
 
     group: SequenceGroup
@@ -59,7 +59,7 @@ class Blocked:
     prefix: list[tuple[int, int]] = field(default_factory=list)
 
     def holds(self, group: SequenceGroup, blocks: BlockManager) -> bool:
-        """Whether nothing has changed for the better."""
+        """Whether `group` still has too few free blocks, and no more of its tokens are cached."""
         if group is not self.group or blocks.num_free >= self.num_blocks:
             return False
         return not blocks.extends(self.prefix, self.token_ids, group.salt)
@@ -68,7 +68,7 @@ class Blocked:
 def check_submission(
     policy: Policy, num_prompt_tokens: int, n: int, max_tokens: int, beam: BeamParams | None, priority: int
 ) -> None:
-    """Refuses what can never run.
+    """Refuses a request that can never run.
 
     Raises:
         ValueError: no prompt, no tokens wanted, more sequences than can ever run together, or no such priority.
@@ -85,7 +85,7 @@ def check_submission(
 
 
 def check_room(policy: Policy, waiting: FairQueue, num_prompt_tokens: int, tenant: str, now: float) -> None:
-    """Refuses what there is no room to let wait.
+    """Refuses a request that the waiting queue has no room for.
 
     Raises:
         QueueFull: the queue is at a bound.
@@ -106,10 +106,10 @@ def check_room(policy: Policy, waiting: FairQueue, num_prompt_tokens: int, tenan
 def can_allocate(
     group: SequenceGroup, prefix: list[tuple[int, int]], blocks: BlockManager, num_reserved: int
 ) -> tuple[Admission, int]:
-    """Whether a group, of whose tokens `prefix` holds the first, can come in and `num_reserved` blocks stay free.
+    """Whether a group whose first tokens are in `prefix` can be admitted while `num_reserved` blocks stay free.
 
     Returns:
-        That, and how many blocks have to be free for it, the reserved ones included.
+        The answer, and how many blocks have to be free for the group, the reserved ones included.
     """
     num_blocks = num_blocks_to_admit(group, blocks)
     num_free_needed = num_blocks - blocks.num_held_of(prefix) + num_reserved
@@ -119,7 +119,7 @@ def can_allocate(
 
 
 def num_blocks_to_admit(group: SequenceGroup, blocks: BlockManager) -> int:
-    """Blocks for the group's tokens and one more each: full prompt blocks once, the rest for each sequence."""
+    """Blocks for all tokens of a group and one more per sequence: full prompt blocks once, the rest per sequence."""
     num_shared = group.num_prompt_tokens // blocks.block_size
     num_own = [blocks.num_blocks_for(sequence.num_tokens + 1) - num_shared for sequence in group.live]
     num_to_come = group.num_seqs - len(group.live)  # beams that have not begun
@@ -131,16 +131,16 @@ def num_blocks_to_swap_in(group: SequenceGroup, blocks: BlockManager) -> int:
     num_blocks = blocks.num_blocks_to_swap(group)
     for sequence in group.live if group.forked else group.live[:1]:
         num_new = blocks.num_blocks_for(sequence.num_tokens) - len(sequence.swap_table)
-        begun = sequence.num_computed_tokens % blocks.block_size > 0  # perhaps shared, and to be copied
+        begun = sequence.num_computed_tokens % blocks.block_size > 0  # perhaps shared, so that it has to be copied
         num_blocks += max(1, num_new + begun)
     return num_blocks
 
 
 def max_tokens_that_fit(num_prompt_tokens: int, num_seqs: int, blocks: BlockManager) -> int:
-    """Output tokens at which `num_seqs` sequences of one prompt alone fill the pool.
+    """Output tokens per sequence at which `num_seqs` sequences of one prompt, alone, fill the pool.
 
-    Capping a request by it means that a group alone can always grow, so that the oldest never waits. A prompt that
-    leaves no room is refused at admission, whatever this says.
+    A request capped at this can always grow when it is alone, so the oldest group never waits. A prompt that leaves no
+    room is refused at admission, whatever this returns.
     """
     num_shared = num_prompt_tokens // blocks.block_size
     num_own_tokens = (blocks.num_blocks - num_shared) // num_seqs * blocks.block_size
@@ -148,27 +148,28 @@ def max_tokens_that_fit(num_prompt_tokens: int, num_seqs: int, blocks: BlockMana
 
 
 def should_follow(plan: Plan, num_tokens: int, num_waiting: int, rates: Rates) -> bool:
-    """Whether the prompt of the first group that waits is better begun behind a step that has room for it than in it.
+    """Whether the first waiting prompt is better begun in the next step, although this one has room for it.
 
-    Where time is arithmetic, prompts of one step all end when the last of them would: who joins holds up each whose
-    prompt ends in the step for as long as its own tokens take, and comes no sooner than right behind them. But a step
-    more is what a decode step takes, for all who wait, itself among them. Whichever is less makes for the shorter time
-    to first token on average. So with many waiting steps fill up, and of two prompts the first does not wait for the
-    other's end. On a GPU, where a step hardly takes longer for them, all join.
+    Where a step's time is its arithmetic, all prompts of a step end only when the last of them would. A prompt that
+    joins holds up each prompt that ends in the step for as long as its own tokens take, and gets its own first token no
+    sooner than if it came right behind them. But the extra step costs every waiting group, this one included, the time
+    of a decode step. Whichever costs less makes for the shorter average TTFT. So steps fill up when many wait; and of
+    two prompts, the first does not wait for the other's end. On a GPU, where joining hardly makes a step longer, all
+    join.
 
-    Nobody is overtaken, and in each step that somebody follows another's prompt ends.
+    No group is overtaken, and in each step that a prompt does not join, another prompt ends.
 
     Args:
-        plan: of the step, so far.
-        num_tokens: of the prompt, for which there is room.
+        plan: the step so far.
+        num_tokens: tokens of the prompt that this step has room for.
         num_waiting: groups that wait.
-        rates: what the worker can do; while they are not known, all join.
+        rates: how fast the worker is; until that is known, all join.
     """
     return plan.num_prefills_done * num_tokens * rates.prefill_token_s > num_waiting * rates.decode_step_s
 
 
 def why_never(group: SequenceGroup, blocks: BlockManager) -> str:
-    """What `Admission.NEVER` means, for the client."""
+    """What `Admission.NEVER` means, in words for the client."""
     output = max(len(sequence.output_token_ids) for sequence in group.live)
     so_far = f", {output} tokens of output" if output else ""
     return (
@@ -179,7 +180,7 @@ def why_never(group: SequenceGroup, blocks: BlockManager) -> str:
 
 
 def why_no_more(group: SequenceGroup, sequence: Sequence, blocks: BlockManager) -> str:
-    """Why a sequence ends before it has as many tokens as are wanted of it; for the client."""
+    """Why a sequence ends before it has all the tokens that the client wants; in words for the client."""
     several = group.n > 1 or group.beam is not None
     return (
         f"{len(sequence.output_token_ids)} tokens of output are all that there is room for in the {blocks.num_blocks} "

@@ -1,6 +1,6 @@
-"""What a worker has to answer to a plan. The core takes results as they come, so what does not fit must not get there.
+"""What a worker has to answer to a plan. The core trusts the results that it gets, so a bad one must not reach it.
 
-The worker is another process, which may be of another release: a bug there costs a worker, and never the scheduler.
+The worker is another process, perhaps of another release: a bug there may cost a worker, but never the scheduler.
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ _ENTRY_BYTES = 4
 
 
 class MalformedAnswer(Exception):
-    """An answer does not fit the step that it came for; the message names the field, and what it should hold."""
+    """An answer does not fit its step; the message names the field, and what it should hold."""
 
 
 def check_answer(plan: Plan, epoch: int, response: ExecuteModelResponse) -> None:
-    """Raises MalformedAnswer unless `response` holds what a result of `plan` does, no less and no more.
+    """Raises MalformedAnswer unless `response` holds exactly what a result of `plan` has to hold.
 
     Args:
         plan: the oldest step in flight.
-        epoch: of the worker that it was sent to.
-        response: what came next.
+        epoch: the epoch of the worker that it was sent to.
+        response: the worker's next answer.
     """
     if (response.step_id, response.epoch) != (plan.step_id, epoch):
         came = f"came for step_id {response.step_id} of epoch {response.epoch}"
@@ -43,7 +43,7 @@ def _columns(plan: Plan, num_samples: int, response: ExecuteModelResponse) -> It
     """Each column's field, the column, and how many entries it should have."""
     yield "token_ids", response.token_ids, num_samples
     yield "logprobs", response.logprobs, num_samples
-    # Few want more than tokens.
+    # Few rows want more than tokens.
     wanting = [row for row in plan.rows if row.group.beam is not None or row.group.num_top_logprobs is not None]
     num_candidates = sum(len(row.samples) * row.group.beam.num_candidates for row in wanting if row.group.beam)
     yield "candidate_token_ids", response.candidate_token_ids, num_candidates
@@ -59,7 +59,7 @@ def _columns(plan: Plan, num_samples: int, response: ExecuteModelResponse) -> It
 def _logprob_columns(
     field: str, columns: LogprobColumns, told: list[tuple[int, int]]
 ) -> Iterator[tuple[str, bytes, int]]:
-    """Those of tokens: `told` is how many tokens, and how many others each of them comes with."""
+    """The columns of log-probabilities: `told` has pairs of a number of tokens, and of top tokens for each of them."""
     num_tokens = sum([num for num, _ in told])
     num_tops = sum([num * num_top for num, num_top in told])
     yield f"{field}.logprobs", columns.logprobs, num_tokens

@@ -1,7 +1,7 @@
-"""Beam search: which continuations of a group's sequences go on, which are finished, and when it is over.
+"""Beam search: which continuations of a group's sequences go on, which are finished, and when the search is over.
 
 The rules are those of Hugging Face's `generate(num_beams=...)`. The search sees tokens and log-probabilities; the
-scheduler makes what it decides true by fork, append and free, the three operations that need no more memory than
+scheduler carries out its decisions by fork, append and free, the three operations that need no more memory than
 copy-on-write takes (Kwon et al., SOSP'23, section 5.2).
 """
 
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 
 class EarlyStopping(enum.Enum):
-    """When a search that has its `width` hypotheses ends."""
+    """When a search ends, once it has `width` hypotheses."""
 
     # At once.
     TRUE = enum.auto()
     # When the best beam, judged at its present length, is no better than the worst hypothesis.
     FALSE = enum.auto()
-    # When even a beam of the greatest length that loses no more probability could not be better.
+    # When even a beam that grew to the greatest length without losing probability would be no better.
     NEVER = enum.auto()
 
 
@@ -30,8 +30,8 @@ class BeamParams:
     """What the client asks of a search.
 
     Attributes:
-        width: beams, and hypotheses that are kept.
-        length_penalty: exponent of the length that divides a hypothesis' cumulative log-probability.
+        width: the number of beams, and of hypotheses that are kept.
+        length_penalty: exponent of the length by which a hypothesis's cumulative log-probability is divided.
     """
 
     width: int
@@ -41,11 +41,11 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A sequence that is searched, with the most probable tokens behind it.
+    """A sequence of the search, with its most probable next tokens.
 
     Attributes:
         output_token_ids: its output so far.
-        cumulative_logprob: of that output.
+        cumulative_logprob: the log-probability of that output.
         candidates: (token id, log-probability), best first.
     """
 
@@ -56,7 +56,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """A beam that goes on: which of those given, by which token, and the token's own log-probability."""
+    """A beam that goes on: its parent's place among the beams, its new token, and that token's log-probability."""
 
     parent: int
     token_id: int
@@ -68,8 +68,8 @@ class Hypothesis:
     """A finished output.
 
     Attributes:
-        score: `cumulative_logprob` over the length to the power of the length penalty.
-        stop_token_id: what ended it; None for its length.
+        score: `cumulative_logprob` divided by length ** length_penalty.
+        stop_token_id: the id that ended it; None if its length did.
     """
 
     score: float
@@ -82,9 +82,9 @@ class BeamSearch:
     """One group's search.
 
     Attributes:
-        width: beams at most.
+        width: the most beams.
         hypotheses: the best finished outputs so far, `width` at most, best first.
-        done: whether nothing better is looked for any more.
+        done: whether the search is over.
     """
 
     def __init__(self, params: BeamParams, stop_token_ids: frozenset[int], min_tokens: int) -> None:
@@ -97,14 +97,14 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Candidates of each beam that suffice: if all stop ids are among them, `width` others are too."""
+        """How many candidates of each beam suffice: even if all stop ids are among them, so are `width` others."""
         return self.width + len(self._stop_token_ids)
 
     def step(self, beams: Seq[Beam], max_tokens: int) -> list[Extension]:
-        """Takes all beams, one token further each, and gives those that go on, best first.
+        """Takes each beam one token further; returns those that go on, best first.
 
         Args:
-            beams: of one length.
+            beams: all of one length.
             max_tokens: the length at which all end.
         """
         length = len(beams[0].output_token_ids) + 1
@@ -125,7 +125,7 @@ class BeamSearch:
         return extensions
 
     def conclude(self, beams: Seq[Beam]) -> None:
-        """Ends the search where it stands: what goes on counts as finished by its length."""
+        """Ends the search where it stands: `beams` count as finished by length."""
         for beam in beams:
             self._add(beam.output_token_ids, beam.cumulative_logprob, None)
         self.done = True
@@ -137,12 +137,12 @@ class BeamSearch:
         del self.hypotheses[self.width :]
 
     def _can_improve(self, best: float, length: int, max_tokens: int) -> bool:
-        """Whether a beam may still become better than the worst hypothesis.
+        """Whether a beam may still beat the worst hypothesis.
 
         Args:
             best: cumulative log-probability of the best beam that goes on.
             length: its length.
-            max_tokens: the greatest.
+            max_tokens: the greatest length.
         """
         if len(self.hypotheses) < self.width:
             return True
@@ -155,9 +155,9 @@ class BeamSearch:
 
 
 def _best_first(beams: Seq[Beam]) -> Iterator[tuple[float, int, int, float]]:
-    """The candidates of all beams, merged: cumulative log-probability, which beam, token, its own log-probability.
+    """The candidates of all beams, best first: cumulative log-probability, beam's place, token, its log-probability.
 
-    Among equals the better beam's goes first.
+    Of equal candidates, that of the better beam comes first.
     """
 
     def of(parent: int, beam: Beam) -> Iterator[tuple[float, int, int, float]]:

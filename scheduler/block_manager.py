@@ -1,16 +1,16 @@
 """The block manager: which physical block holds which tokens of which sequence. A BLOCK IS ALLOCATED HERE.
 
 PagedAttention's block tables, reference counts and copy-on-write (Kwon et al., SOSP'23, sections 4.2 to 4.4). Blocks
-are integers; nothing here knows what KV is or where it lies. Whether there is room is asked first
-(`num_blocks_to_append`, `num_free`); then the change can not fail.
+are integers; nothing here knows what KV is or where it lies. The caller asks first whether there is room
+(`num_blocks_to_append`, `num_free`); then the change cannot fail.
 
-    allocate(sequence, n)        table covers n tokens: the prompt, at admission, behind what `match` found of it
+    allocate(sequence, n)        table covers n tokens: at admission, starting with the blocks that `match` found
     append_slots(sequence, n)    table covers n tokens, and none of the new ones falls into a shared block
     fork(parent, child)          child shares the parent's blocks
-    free(sequence)               gives back what nobody else holds
+    free(sequence)               gives back the blocks that no other table holds
     swap_out(group), swap_in(group)     moves a group's blocks to the swap pool in CPU memory, and back
 
-Every block is free, held by a table, or idle: held by none, but kept for the tokens in it (`prefix_cache.py`).
+Every block is free, held by a table, or idle: in no table, but kept for its contents (`prefix_cache.py`).
 """
 
 from array import array
@@ -21,7 +21,7 @@ from scheduler.prefix_cache import Parent, PrefixCache
 from scheduler.sequence import Sequence, SequenceGroup
 from scheduler.swap_pool import SwapPool
 
-# Sequences, each with the number of tokens that its table is to cover.
+# Sequences, each with the number of tokens that its table has to cover.
 Growth = Iterable[tuple[Sequence, int]]
 
 
@@ -42,7 +42,7 @@ class BlockManager:
         self.num_held = 0
         self.num_shared = 0
         self.num_references = 0
-        # A stack: the block freed last is the warmest, and memory that was never needed stays untouched.
+        # A stack: the block freed last is the warmest in cache, and memory that was never needed stays untouched.
         self._free = list(reversed(range(num_blocks)))
         self._ref_counts = [0] * num_blocks
         self._cache = PrefixCache()
@@ -50,12 +50,12 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated, the idle ones among them."""
+        """Blocks that can be allocated, idle ones included."""
         return self.num_blocks - self.num_held
 
     @property
     def num_idle(self) -> int:
-        """Blocks in no table, kept for the tokens in them until their room is needed."""
+        """Blocks in no table, kept for their contents until the room is needed."""
         return self._cache.num_idle
 
     @property
@@ -69,20 +69,20 @@ class BlockManager:
         return self._swap.num_free
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
+        """Blocks that `num_tokens` tokens take, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
 
     def has_slots(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether `append_slots` has nothing to do, as in most steps."""
+        """Whether `append_slots` would have nothing to do, as in most steps."""
         if num_tokens > len(sequence.block_table) * self.block_size:
             return False
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         return offset == 0 or self._ref_counts[sequence.block_table[index]] == 1
 
     def num_blocks_to_append(self, growth: Growth) -> int:
-        """Free blocks that `append_slots` takes for all of these: new ones, and copies of shared ones that are written.
+        """Free blocks that `append_slots` takes for all of these: new blocks, and copies of shared ones to be written.
 
-        The last holder of a block writes it in place; if all holders are among these, one copy less is needed.
+        The last holder of a block writes it in place: if all its holders are among these, one copy fewer is needed.
         """
         num_blocks = 0
         writers: dict[int, int] = {}
@@ -96,9 +96,9 @@ class BlockManager:
         return num_blocks
 
     def match(self, token_ids: "array[int]", salt: str) -> list[tuple[int, int]]:
-        """The longest run of blocks that hold these tokens from the first one on: (block, content number) of each.
+        """The longest run of blocks that hold these tokens, from the first one on: (block, content number) of each.
 
-        The last token is left out: to sample behind it, it has to be computed.
+        The last token is left out: it has to be computed, to sample from its logits.
         """
         found: list[tuple[int, int]] = []
         parent: Parent = salt
@@ -111,17 +111,17 @@ class BlockManager:
         return found
 
     def extends(self, prefix: list[tuple[int, int]], token_ids: "array[int]", salt: str) -> bool:
-        """Whether `match`, which found `prefix` before, would find more now."""
+        """Whether `match`, which found `prefix` earlier, would find more now."""
         start, end = len(prefix) * self.block_size, (len(prefix) + 1) * self.block_size
         parent: Parent = prefix[-1][1] if prefix else salt
         return end < len(token_ids) and self._cache.find(parent, token_ids[start:end].tobytes()) is not None
 
     def num_held_of(self, prefix: list[tuple[int, int]]) -> int:
-        """How many of these blocks are in a table, so that sharing them takes nothing from `num_free`."""
+        """How many of these blocks are in a table already, so that sharing them takes nothing from `num_free`."""
         return sum(self._ref_counts[block] > 0 for block, _ in prefix)
 
     def allocate(self, sequence: Sequence, num_tokens: int, prefix: list[tuple[int, int]] | None = None) -> None:
-        """Gives a sequence without blocks what `num_tokens` tokens need; `prefix` holds the first of them already."""
+        """Gives a sequence that has none the blocks for `num_tokens` tokens; `prefix` holds the first already."""
         assert not sequence.block_table, "allocated twice"
         for block, content in prefix or ():
             self._cache.enter(block)
@@ -132,7 +132,7 @@ class BlockManager:
         self._extend(sequence, num_tokens)
 
     def append_slots(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Extends the table to `num_tokens` tokens, those from `num_computed_tokens` on about to be written.
+        """Extends the table to `num_tokens` tokens, of which those from `num_computed_tokens` on will be written.
 
         Returns:
             Pairs (from, to) of blocks that must be copied before the write; at most one.
@@ -148,7 +148,7 @@ class BlockManager:
         return copies
 
     def remember(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> None:
-        """Makes the full blocks among the first `num_tokens` tokens, which a planned step has computed, findable."""
+        """Lets `match` find the full blocks of the first `num_tokens` tokens, which a planned step has computed."""
         contents = sequence.contents
         while (len(contents) + 1) * self.block_size <= num_tokens:
             start = len(contents) * self.block_size
@@ -157,11 +157,11 @@ class BlockManager:
             contents.append(self._cache.add(sequence.block_table[len(contents)], parent, tokens))
 
     def disown(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """Forgets what this sequence's blocks hold, or held until it was preempted: it is not to be trusted."""
+        """Forgets what this sequence's blocks hold, or held until it was preempted: it cannot be trusted."""
         for block in sequence.block_table:
             self._cache.forget(block)
         if not sequence.block_table:
-            # The one behind the last token has it looked up too.
+            # `match` leaves out the last token: with one more behind it, it is looked up too.
             tokens = group.token_ids(sequence, 0, sequence.num_tokens) + array("i", [0])
             for block, _ in self.match(tokens, group.salt):
                 if self._cache.forget(block):
@@ -172,7 +172,7 @@ class BlockManager:
         self._free.extend(self._cache.clear())
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Gives `child` all blocks of `parent`, in whichever pool; its own go, where it has others."""
+        """Gives `child` all of `parent`'s blocks, in whichever pool; it lets go of other blocks that it has."""
         num_same = _num_same(parent.block_table, child.block_table)
         for block in parent.block_table[num_same:]:
             self._hold(block)
@@ -187,7 +187,7 @@ class BlockManager:
         child.swap_table.extend(parent.swap_table)
 
     def free(self, sequence: Sequence) -> None:
-        """Takes all blocks of both pools from `sequence`; a second time changes nothing."""
+        """Takes all blocks of both pools from `sequence`; a second call changes nothing."""
         self._release(sequence)
         self._swap.release(sequence.swap_table)
         sequence.num_computed_tokens = 0
@@ -208,7 +208,7 @@ class BlockManager:
             self._release(sequence)
 
     def take_swapped_out(self) -> list[tuple[int, int]]:
-        """Pairs (block, swap block) of all copies that `swap_out` asked for since the last call."""
+        """Pairs (block, swap block) of all copies that `swap_out` has asked for since the last call."""
         return self._swap.take_copies()
 
     def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
@@ -230,7 +230,7 @@ class BlockManager:
         return list(copies.items())
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Asserts the pools' invariants; `sequences` are all that may hold blocks."""
+        """Asserts the pools' invariants; `sequences` are all those that may hold blocks."""
         sequences = list(sequences)
         held = Counter(block for sequence in sequences for block in sequence.block_table)
         free = set(self._free)
@@ -251,11 +251,11 @@ class BlockManager:
         self._swap.check(Counter(block for sequence in sequences for block in sequence.swap_table))
 
     def _computed(self, sequence: Sequence) -> "array[int]":
-        """The blocks with KV in them; those allocated ahead of it come behind."""
+        """The blocks with KV in them, without those behind that were allocated ahead."""
         return sequence.block_table[: self.num_blocks_for(sequence.num_computed_tokens)]
 
     def _shared_block_to_write(self, sequence: Sequence) -> int | None:
-        """The block that the sequence writes next, if others hold it too. Only a block begun can be: full ones stay."""
+        """The block that the sequence writes next, if others hold it too. A full block is never written."""
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         if offset == 0:
             return None
@@ -290,13 +290,13 @@ class BlockManager:
                 self._free.append(block)
 
     def _release(self, sequence: Sequence) -> None:
-        for block in reversed(sequence.block_table):  # the deepest is left first, so it is evicted first
+        for block in reversed(sequence.block_table):  # the deepest is let go first, so it is evicted first
             self._let_go(block)
         del sequence.block_table[:], sequence.contents[:]
 
 
 def _num_same(one: "array[int]", other: "array[int]") -> int:
-    """Length of the beginning that two tables share, found by halving: comparing slices costs next to nothing."""
+    """Length of the prefix that two tables share, by binary search: comparing slices costs next to nothing."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

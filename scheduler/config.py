@@ -84,11 +84,11 @@ class SchedulerSettings(ServerTlsSettings):
 
     @property
     def worker_tls(self) -> ClientTls | None:
-        """For the wire to the worker; None for plaintext."""
+        """TLS for the wire to the worker; None for plaintext."""
         return client_tls("worker-tls", self.worker_tls_ca, self.worker_tls_certificate, self.worker_tls_key)
 
     def policy(self, device: str = "cpu") -> Policy:
-        """The part that the core knows, for a worker that computes on `device`."""
+        """The part of the settings that the core knows, for a worker that computes on `device`."""
         chosen = {field.name: getattr(self, field.name) for field in fields(Policy)}
         chosen["preemption_mode"] = PreemptionMode(self.preemption_mode)
         keeps_two = device == "cuda" and not self.num_speculative_tokens

@@ -1,4 +1,4 @@
-"""Deadlines: who is not waited for any more, and who can not have a token in time."""
+"""Deadlines: which groups nobody waits for any more, and which cannot have a token in time."""
 
 import heapq
 
@@ -9,43 +9,43 @@ from scheduler.sequence import SequenceGroup
 
 
 class Deadlines:
-    """When each group has to be looked at: at its deadline, or while it waits when its prompt would have to begin.
+    """When each group has to be checked: at its deadline; or, while it waits, when its prompt has to begin to meet it.
 
-    Looking at them in order of time costs nothing while no time has come, however many wait.
+    The times are kept in order, so a check costs nothing until the first has come, however many groups wait.
     """
 
     def __init__(self) -> None:
-        # With the entry's number, by which those of one time come in order; of a group's entries the last one counts.
+        # (time, the entry's number, group). The number orders entries of one time; only a group's last entry counts.
         self._heap: list[tuple[float, int, SequenceGroup]] = []
         self._num_entries = 0
 
     @property
     def next_time(self) -> float | None:
-        """The first time at which there is something to look at."""
+        """The first time at which there is a group to check; None for never."""
         while self._heap and not _counts(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def watch(self, group: SequenceGroup, rates: Rates, num_live: int) -> None:
-        """Takes in a group that has a deadline; `num_live` groups have not ended."""
+        """Adds a group that has a deadline; `num_live` is how many groups have not ended."""
         if len(self._heap) > 2 * num_live + 64:
             self._heap = [entry for entry in self._heap if _counts(entry)]
             heapq.heapify(self._heap)
         self._push(_latest_start(group, 0, rates), group)
 
     def forget(self, group: SequenceGroup) -> None:
-        """Looks at a group no more, until it is watched again."""
+        """Stops checking a group, until it is watched again."""
         group.deadline_entry = 0
 
     def take_late(self, now: float, blocks: BlockManager, rates: Rates) -> list[Dropped]:
-        """The groups whose deadline has passed, and those that wait and can not have their first token by it."""
+        """Takes out the groups whose deadline has passed, and those that wait and cannot have a token by it."""
         late = []
         while (time := self.next_time) is not None and time <= now:
             group = heapq.heappop(self._heap)[2]
             assert group.deadline is not None
             num_cached_tokens, start = 0, group.deadline
             if group.first_scheduled is None and now < group.deadline:
-                # The rate may have changed since, and what is in the prefix cache.
+                # The rate, and what is in the prefix cache, may have changed since.
                 num_cached_tokens = len(blocks.match(group.prompt_token_ids, group.salt)) * blocks.block_size
                 start = _latest_start(group, num_cached_tokens, rates)
             if start > now:
@@ -66,7 +66,7 @@ def _counts(entry: tuple[float, int, SequenceGroup]) -> bool:
 
 
 def too_late(group: SequenceGroup, num_missing: int, rates: Rates, now: float) -> Dropped | None:
-    """A group that is about to come in, if computing `num_missing` tokens of its prompt takes beyond its deadline."""
+    """The drop of a group about to be admitted, if computing `num_missing` of its tokens would miss its deadline."""
     rate = rates.prefill_tokens_per_s
     if group.deadline is None or group.first_scheduled is not None or not rate:
         return None
@@ -76,7 +76,7 @@ def too_late(group: SequenceGroup, num_missing: int, rates: Rates, now: float) -
 
 
 def _latest_start(group: SequenceGroup, num_cached_tokens: int, rates: Rates) -> float:
-    """When the group's prompt has to begin so that its first token comes by its deadline, at the measured rate."""
+    """When the group's prompt has to begin for its first token to come by its deadline, at the measured rate."""
     assert group.deadline is not None
     if not rates.prefill_tokens_per_s:
         return group.deadline

@@ -13,14 +13,14 @@ from scheduler.sequence import Sequence, SequenceGroup, Status
 
 
 class Decoder:
-    """Takes tokens to the groups in `queues`; `cached`: whether others can find the blocks that they fill."""
+    """Gives tokens to the groups in `queues`; `cached`: whether others can find the blocks that they fill."""
 
     def __init__(self, queues: Queues, *, cached: bool) -> None:
         self._queues = queues
         self._cached = cached
 
     def decode(self, plan: Plan, result: StepResult) -> StepOutputs:
-        """All rows of a step, wherever their groups are by now; sequences that have ended are passed over."""
+        """Takes the results of all rows, wherever their groups are by now; sequences that have ended are skipped."""
         outputs = StepOutputs()
         place, first_candidate = 0, 0
         running, failed = Status.RUNNING, set(result.failed)
@@ -38,7 +38,7 @@ class Decoder:
             for sampled in row.samples:
                 if failed and place in failed and not sampled.status.finished:
                     self._fail(group, outputs)
-                # Nearly all run; to ask whether a status is final takes longer.
+                # Nearly all run, and `finished` takes longer to ask.
                 ended = sampled.status is not running and sampled.status.finished
                 if group.beam is not None:
                     end = first_candidate + group.beam.num_candidates
@@ -62,7 +62,7 @@ class Decoder:
         return outputs
 
     def end_unfinished(self, plan: Plan, group: SequenceGroup, message: str) -> None:
-        """Ends a waiting group that can not run: IGNORED, or a search by its length if it ran in another pool."""
+        """Ends a waiting group that cannot run: as IGNORED, or by length if it is a search that ran in another pool."""
         if group.beam is not None and group.root.output_token_ids:
             group.beam.conclude([_beam(sequence, []) for sequence in group.live])
             self._end_search(group, plan.new_tokens, plan.finished, message)
@@ -75,9 +75,12 @@ class Decoder:
             plan.finished[-1:] = [Finished(group, sequence, message) for sequence in group.sequences]
 
     def end_outgrown(self, plan: Plan, group: SequenceGroup) -> bool:
-        """Ends those of a waiting group's sequences that have all the tokens which the pool has room for; whether all.
+        """Ends the sequences of a waiting group that have all the tokens that the pool has room for.
 
-        They had more in another pool. With theirs the others would not fit, though each of them fits into its share.
+        Another pool had more room. Beside them the other sequences would not fit, though each fits into its own share.
+
+        Returns:
+            Whether that ended the whole group.
         """
         outgrown = [sequence for sequence in group.live if len(sequence.output_token_ids) >= group.max_tokens]
         ends = [Finished(group, sequence, why_no_more(group, sequence, self._queues.blocks)) for sequence in outgrown]
@@ -87,14 +90,14 @@ class Decoder:
         return not group.live
 
     def _accept(self, row: Row, outputs: StepOutputs) -> bool:
-        """Whether a draft is the token that its sequence sampled there: then what is sampled behind it counts too."""
+        """Whether a draft is the token that its sequence sampled there; then the token sampled after it counts too."""
         sequence = row.sequence
-        # A sequence that a draft before this one was wrong for, or that has ended, does not reach so far.
+        # A sequence for which an earlier draft was wrong, or which has ended, has no token in this place.
         if sequence.num_tokens != row.start + 1 or sequence.output_token_ids[-1] != row.draft:
             return False
         if sequence.status.finished:
             return False
-        if sequence.status is Status.RUNNING:  # of others it is computed again, like all that comes late
+        if sequence.status is Status.RUNNING:  # others compute it again, like all that comes late
             sequence.num_computed_tokens = row.start + 1
             if self._cached:
                 self._queues.blocks.remember(row.group, sequence, row.start + 1)
@@ -116,7 +119,7 @@ class Decoder:
             outputs.finished.append(Finished(group, sequence, self._why_no_more(group, sequence)))
 
     def _why_no_more(self, group: SequenceGroup, sequence: Sequence) -> str:
-        """Why a sequence has ended by its length, where its client wanted more; else nothing."""
+        """Why a sequence has ended by length, if its client wanted more; otherwise nothing."""
         is_capped = group.max_tokens <= len(sequence.output_token_ids) < group.wanted_max_tokens
         return why_no_more(group, sequence, self._queues.blocks) if is_capped else ""
 
@@ -141,7 +144,7 @@ class Decoder:
     def _search(
         self, group: SequenceGroup, beams: Seq[tuple[Sequence, list[tuple[int, float]]]], outputs: StepOutputs
     ) -> None:
-        """Takes all beams of a group one token further: forks those with several continuations, frees those without."""
+        """Takes all beams of a group a token further: forks those with several continuations, frees those with none."""
         search, blocks = group.beam, self._queues.blocks
         assert search is not None
         assert len(beams) == len(group.live), "beams sample together or not at all"
@@ -158,7 +161,7 @@ class Decoder:
             if place == last_place[parent.index]:  # the last continuation keeps the sequence
                 live.append(parent)
                 continue
-            # A beam that goes under follows one that forks: most of their blocks are the same.
+            # A pruned beam takes over from one that forks: most of their blocks are the same.
             child = parent.fork(pruned.pop() if pruned else next(spare))
             blocks.fork(parent, child)
             live.append(child)
@@ -168,13 +171,13 @@ class Decoder:
             sequence.append(extension.token_id, extension.logprob)
         group.live = live
         group.sequences = list(live)
-        if group.status is Status.WAITING:  # preempted since: what they share is computed by one of them
+        if group.status is Status.WAITING:  # preempted since: one of them computes what they share
             group.forked = len(live) == 1
 
     def _end_search(
         self, group: SequenceGroup, new_tokens: list[NewTokens], finished: list[Finished], message: str = ""
     ) -> None:
-        """Ends a search: the group's sequences are then its n best hypotheses."""
+        """Ends a search: from then on, the group's sequences are its n best hypotheses."""
         assert group.beam is not None
         self._queues.leave_for_good(group)
         for sequence in group.live:
@@ -185,7 +188,7 @@ class Decoder:
             stopped = hypothesis.stop_token_id is not None
             status = Status.FINISHED_STOPPED if stopped else Status.FINISHED_LENGTH_CAPPED
             group.sequences.append(_ended(group, index, hypothesis, status))
-        for index in range(len(group.sequences), group.n):  # a vocabulary too small for so many
+        for index in range(len(group.sequences), group.n):  # the vocabulary is too small for n hypotheses
             group.sequences.append(_ended(group, index, None, Status.FINISHED_ABORTED))
         new_tokens += [NewTokens(group, sequence, 0) for sequence in group.sequences if sequence.output_token_ids]
         for sequence in group.sequences:
@@ -199,11 +202,11 @@ def _beam(sequence: Sequence, candidates: list[tuple[int, float]]) -> Beam:
 
 
 def _ended(group: SequenceGroup, index: int, hypothesis: Hypothesis | None, status: Status) -> Sequence:
-    """A sequence that never ran: what the client gets of a search."""
+    """A sequence that never ran: one of a search's results for the client."""
     sequence = Sequence(index, group.num_prompt_tokens)
     if hypothesis is not None:
         sequence.output_token_ids = hypothesis.token_ids
-        sequence.output_logprobs = array("f", bytes(4 * len(hypothesis.token_ids)))  # only their sum is kept
+        sequence.output_logprobs = array("f", bytes(4 * len(hypothesis.token_ids)))  # only their sum is known
         sequence.num_tokens += len(hypothesis.token_ids)
         sequence.cumulative_logprob = hypothesis.cumulative_logprob
         sequence.stop_token_id = hypothesis.stop_token_id

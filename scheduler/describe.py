@@ -1,4 +1,4 @@
-"""The scheduler's state in the messages that show it."""
+"""The scheduler's state, as the messages that report it."""
 
 from collections.abc import Sequence
 
@@ -60,7 +60,7 @@ def describe(core: Scheduler, loop: SchedulerLoop) -> pb.GetStateResponse:
 
 
 def locate(core: Scheduler, groups: Sequence[SequenceGroup | None]) -> pb.LocateResponse:
-    """Status and place in its queue of each; the queues are looked at once, which takes milliseconds for thousands."""
+    """The status of each group and its place in its queue; looks at all queues, which takes ms for thousands."""
     positions: dict[int, int] = {}
     for queue in (core.queues.waiting.order(), core.queues.swapped):
         positions |= {group.number: position for position, group in enumerate(queue)}

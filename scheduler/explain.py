@@ -1,4 +1,4 @@
-"""Why a live request is where it is, as data: asked by a person, so it may take a look at all queues."""
+"""Why a live request is where it is, as data. A person asks for it, so it may take the time to look at all queues."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from scheduler.sequence import SequenceGroup, Status
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What there is to say of a group.
+    """Where a group is, and why.
 
     Attributes:
-        reason: None while it runs.
-        message: the same in words, with the figures.
+        reason: what it waits for; None while it runs.
+        message: the same in words, with figures.
         queue_position: place among the waiting or the swapped groups, from 0; None while it runs.
-        num_blocks_needed: blocks to run again, found ones included; 0 while it runs.
+        num_blocks_needed: blocks that it needs to run, those in the prefix cache included; 0 while it runs.
         num_blocks_held: blocks in its tables, shared ones once for each table.
-        num_computed_tokens: tokens whose KV is in them, over its sequences.
-        num_output_tokens: tokens sampled, over its sequences.
+        num_computed_tokens: tokens whose KV is in these, summed over its sequences.
+        num_output_tokens: tokens sampled, summed over its sequences.
     """
 
     status: Status
@@ -33,7 +33,7 @@ class Explanation:
 
 
 def explain(core: Scheduler, group: SequenceGroup, serving: bool = True) -> Explanation:
-    """Why `group`, which has not ended, is where it is; `serving`: whether there is a worker for it."""
+    """Why `group`, which has not ended, is where it is; `serving` says whether there is a worker for it."""
     queues, blocks = core.queues, core.blocks
     reason, message, queue, position, num_blocks = None, "it runs" + _apart(core, group), [], None, 0
     if group.status is Status.WAITING:
@@ -66,7 +66,7 @@ def _why(core: Scheduler, group: SequenceGroup, position: int) -> Reason:
         return Reason.QUEUE
     if (reason := core.held_up(group)) is not None:
         return reason
-    # It came, or became the first, since the last plan was made.
+    # It came, or became the first, after the last plan was made.
     too_many = core.queues.num_running_seqs + group.num_seqs > core.policy.max_num_seqs
     return Reason.SEQUENCES if too_many else Reason.NEXT_STEP
 

@@ -1,40 +1,47 @@
 """The waiting queue of all tenants: whose turn it is, so that each is served by its weight while several wait.
 
 The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI'24, section 4): a tenant's
-counter is the service that it got, divided by its weight, and the turn goes to the least. A prompt is charged when it
-comes in, as far as it is not in the prefix cache, output as it is planned. What is computed again after a preemption is
-no service, and free. Within a tenant the order is that of `waiting_queue.py`: with one tenant it is the only one.
+counter is the service that it got, divided by its weight, and the tenant with the least counter has the next turn. A
+prompt is charged when it is admitted, as far as it is not in the prefix cache; output is charged as it is planned. What
+is computed again after a preemption is no service, and is free. Within a tenant the order is that of
+`waiting_queue.py`; with one tenant, there is no other.
 
-A tenant for which nothing waited gets no credit for that time: its counter is lifted to the clock when it comes back.
+A tenant for which nothing waited gets no credit for that time: its counter is raised to the clock when it comes back.
 The clock is not the least counter, as in the paper, where tenants that come for one request each could go ahead of one
-that waits for ever: it is the greatest one that had a turn, or was let in (as in self-clocked fair queueing, Golestani,
-INFOCOM'94), so each admission moves it on. Nobody else's share shrinks when a tenant is idle: whoever waits has turns.
+that waits for ever. It is the greatest counter that had a turn or was charged for an admission (as in self-clocked fair
+queueing, Golestani, INFOCOM'94), so each admission moves it on. No other tenant's share shrinks while one is idle:
+those that wait have turns.
 
-WHY THE SHARES ARE FAIR. Let U be the most that is booked for one tenant at a time, by its weight: what its groups that
-are in may still output, and one more group, prompt and output. From one of its turns to the next a tenant's counter c
-rises by at most U, since only what is booked is charged.
+WHY THE SHARES ARE FAIR. Let U be the most service, divided by weight, that is booked for one tenant at a time: what its
+admitted groups may still output, and the prompt and output of one more group. From one of its turns to the next, a
+tenant's counter c rises by at most U, since only what is booked is charged.
 
-1. c <= clock + U for every tenant: when it had its turn, the clock was put at its counter or above.
-2. clock <= c + U for every tenant that waits: at the turn of the one, k, at whose counter it stands, k's counter was
-   the least, so at most c, and is at most U more when it is let in; who came to wait since was lifted to the clock.
-3. So c - c' <= 2 U for any two that wait, and over any time for which both do, the service that they get, by their
-   weights, differs by at most 4 U. From a common start it is U: who has turns has them at the least counter.
+1. c <= clock + U for every tenant: at its last turn, the clock was set to its counter or above.
+2. clock <= c + U for every tenant that waits. Let k be the tenant at whose counter the clock stands. At k's turn its
+   counter was the least, so at most c, and with k's admission it became at most U more; a tenant that came to wait
+   since was raised to the clock.
+3. So c - c' <= 2 U for any two tenants that wait; and over any time for which both do, the service that they get,
+   divided by weight, differs by at most 4 U. From a common start it is U: a tenant that has a turn has the least
+   counter then.
 
-The paper's bound is 2 U, for memory reserved up to the end (theorem 4.4). A turn is kept until the group is in, even
-though more is charged meanwhile: so what it lacks need not be looked up at each step. Preemption is not by tenants, but
-by rank: it must spare the group that has to finish first (`waiting_queue.py`). The bound holds whoever the victim is,
-of whatever priority, and its tenant's counter stands still, so that its turn comes the sooner.
+The paper's bound is 2 U, for memory reserved up to the end (theorem 4.4). A tenant keeps its turn until its group is
+admitted, even if more is charged to it meanwhile: so what the group lacks need not be looked up at each step.
+Preemption goes by rank, not by tenant: it must spare the group that has to finish first (`waiting_queue.py`). The bound
+holds whichever group is the victim, of whatever priority; its tenant's counter stands still, so that the tenant's next
+turn comes the sooner.
 
-WHY NOTHING STARVES, WITH TENANTS. Let G be the first of its tenant, where it gets as `waiting_queue.py` says.
+WHY NOTHING STARVES, WITH TENANTS. Let G be the first group of its tenant; `waiting_queue.py` says why it gets there.
 
-1. Until G is in, its tenant's counter rises by U at most, so it stays below some C, and so do the counters of tenants
-   whose groups come in before. Each that comes in for the first time raises one of them by `1 / weight` at least.
-   Those that wait below the clock are finitely many, and whoever comes to wait is lifted to it: so after finitely many
-   one comes in from the clock or above, and moves the clock by as much. After finitely many such moves the clock is
-   past C, and nobody who comes then can go before G.
-2. Those that came in before, and were preempted, come back for nothing. But they are finitely many, the running one of
-   the least rank goes on as long as none of a lesser rank comes in, and that happens finitely often until one ends.
-3. Once in, G loses its blocks to groups of lesser ranks only: finitely many, and each of them ends for the same reason.
+1. Until G is admitted, its tenant's counter rises by at most U, so it stays below some C, and so do the counters of
+   tenants whose groups are admitted before G. Each group admitted for the first time raises one of these counters by at
+   least `1 / weight`. Only finitely many tenants wait below the clock, and one that comes to wait is raised to it: so
+   after finitely many admissions there is one at the clock or above, and it moves the clock by that much. After
+   finitely many such moves the clock is past C, and no tenant that comes then can go before G.
+2. Groups that were admitted before, and preempted, come back free of charge. But they are finitely many; the running
+   group of the least rank goes on as long as none of a lesser rank is admitted, and that happens finitely often before
+   one ends.
+3. Once admitted, G loses its blocks only to groups of lesser rank: they are finitely many, and each of them ends for
+   the same reason.
 """
 
 import heapq
@@ -45,16 +52,16 @@ from scheduler.outflow import Outflow
 from scheduler.sequence import SequenceGroup
 from scheduler.waiting_queue import WaitingQueue
 
-# Service in a token, as in the paper's section 5: an output token takes a step for itself, prompt tokens share one.
+# Service per token, as in the paper's section 5: an output token takes a step of its own, prompt tokens share one.
 PROMPT_TOKEN, OUTPUT_TOKEN = 1.0, 2.0
-# Tenants whose counters are remembered though nothing of them is live: else each request could be a new beginning.
+# The most counters kept of tenants without live groups. If none were, each request could start anew at the clock.
 _MAX_AWAY = 1024
-# Weights are added up as whole numbers of the least float: the sum stays exact, however often it changes.
+# Weights are summed as whole multiples of the smallest float: the sum stays exact, however often it changes.
 _PARTS = 2**1074
 
 
 class _Tenant:
-    """One that has live groups."""
+    """A tenant that has live groups."""
 
     __slots__ = ("counter", "in_heap", "num_live", "waiting", "weight")
 
@@ -71,10 +78,10 @@ class FairQueue:
 
     Attributes:
         num_tokens: prompt tokens of all of them.
-        num_entered: groups that came, without those that came back.
+        num_entered: new groups so far, without preempted ones that came back.
         num_tokens_entered: prompt tokens of these.
-        outflow: how fast they go.
-        clock: the counter of whoever had the last turn, or came in, if none before had a greater one.
+        outflow: how fast groups leave the queue.
+        clock: the greatest counter that a tenant had at a turn, or after a group of it was admitted.
     """
 
     def __init__(self) -> None:
@@ -84,12 +91,13 @@ class FairQueue:
         self.outflow = Outflow()
         self.clock = 0.0
         self._num_waiting = 0
-        # Weights of the tenants for which something waits.
+        # Sum of the weights of tenants for which something waits, in parts.
         self._weight_parts = 0
         self._tenants: dict[str, _Tenant] = {}
-        # Counters ahead of the clock of those that have no live groups, who left first first.
+        # Counters of tenants that have no live groups, in the order in which they left; dropped once behind the clock.
         self._away: dict[str, float] = {}
-        # Tenants with the counters and the ranks that they had when they were put in: both are looked at again on top.
+        # Tenants, each with its counter and a group's rank when it was put in. Where the counter of the one on top has
+        # changed since, `_least` renews both; ranks only break ties.
         self._heap: list[tuple[float, tuple[float, int], _Tenant]] = []
         self._turn: _Tenant | None = None
 
@@ -101,7 +109,7 @@ class FairQueue:
         return tenant is not None and group in tenant.waiting
 
     def enter(self, group: SequenceGroup) -> None:
-        """Takes in a new group; its weight is its tenant's from now on."""
+        """Adds a new group; its weight is its tenant's from now on."""
         tenant = self._tenants.get(group.tenant)
         if tenant is None:
             tenant = self._tenants[group.tenant] = _Tenant(self._away.pop(group.tenant, 0.0))
@@ -114,7 +122,7 @@ class FairQueue:
         self.push(group)
 
     def push(self, group: SequenceGroup) -> None:
-        """Takes a group in at its place, a new one or one that was preempted."""
+        """Puts a group, new or preempted, in its place."""
         tenant = self._tenants[group.tenant]
         if not tenant.waiting:
             tenant.counter = max(tenant.counter, self.clock)
@@ -135,7 +143,7 @@ class FairQueue:
         return None if self._turn is None else self._turn.waiting.head()
 
     def remove(self, group: SequenceGroup) -> None:
-        """Lets a group go, from wherever it stands."""
+        """Removes a group from wherever it stands."""
         tenant = self._tenants[group.tenant]
         tenant.waiting.remove(group)
         self._num_waiting -= 1
@@ -146,7 +154,7 @@ class FairQueue:
                 self._turn = None
 
     def admit(self, group: SequenceGroup, num_tokens: int) -> None:
-        """Lets a group go that comes in; its tenant pays for `num_tokens` of its prompt, and has had its turn."""
+        """Removes a group that is admitted; its tenant pays for `num_tokens` of its prompt, and has had its turn."""
         self.remove(group)
         tenant = self._tenants[group.tenant]
         tenant.counter += num_tokens * PROMPT_TOKEN / tenant.weight
@@ -154,7 +162,7 @@ class FairQueue:
         self._turn = None
 
     def charge(self, sampled_for: Iterable[SequenceGroup]) -> None:
-        """Tenants pay for tokens that are sampled, a group for each; one alone need not, who waits for nobody."""
+        """Charges tenants for sampled tokens, given a group for each; not a lone tenant, which waits for none."""
         if len(self._tenants) + len(self._away) > 1:
             sampled = Counter([group.tenant for group in sampled_for])
             for name, num_tokens in sampled.items():
@@ -162,7 +170,7 @@ class FairQueue:
                 tenant.counter += num_tokens * OUTPUT_TOKEN / tenant.weight
 
     def leave(self, group: SequenceGroup) -> None:
-        """A group, which waits no more, has ended. Its tenant is forgotten with its last one, unless it is ahead."""
+        """Takes note that a group, not waiting any more, has ended. Its tenant goes with its last one, unless ahead."""
         tenant = self._tenants[group.tenant]
         tenant.num_live -= 1
         if not tenant.num_live:
@@ -175,15 +183,15 @@ class FairQueue:
             del self._away[name]
 
     def num_waiting_of(self, name: str) -> int:
-        """Groups of a tenant that wait."""
+        """How many groups of a tenant wait."""
         return len(self._tenants[name].waiting) if name in self._tenants else 0
 
     def share_of(self, name: str) -> float:
-        """What a tenant, of which something waits, gets of the service while the others wait."""
+        """The share of the service that a tenant with waiting groups gets while the others wait."""
         return _parts(self._tenants[name].weight) / self._weight_parts
 
     def order(self) -> list[SequenceGroup]:
-        """All groups as they would go if none came, and their prompts alone were charged; looks at all of them."""
+        """All groups in the order in which they would go if no more came and only prompts were charged; checks all."""
         places = []
         for tenant in self._tenants.values():
             counter = tenant.counter
@@ -207,14 +215,14 @@ class FairQueue:
         assert self._turn is None or self._turn in waiting, "a tenant has a turn for nothing"
 
     def _drop_idle(self) -> None:
-        """Clears the heap of tenants for which nothing waits."""
+        """Removes from the heap the tenants for which nothing waits."""
         for *_, tenant in self._heap:
             tenant.in_heap = bool(tenant.waiting)
         self._heap = [entry for entry in self._heap if entry[-1].in_heap]
         heapq.heapify(self._heap)
 
     def _least(self) -> _Tenant | None:
-        """The tenant of the least counter for which something waits."""
+        """The tenant with the least counter among those for which something waits."""
         while self._heap:
             counter, _, tenant = self._heap[0]
             head = tenant.waiting.head()

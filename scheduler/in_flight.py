@@ -1,38 +1,39 @@
-"""Steps in flight: planned, and not answered yet. The core lives in the time of its last plan.
+"""Steps in flight: planned, and not answered yet. The core's state is that after its last plan.
 
 What is planned counts as done: a row's tokens are computed from its plan on (`num_computed_tokens`), and what it
-samples is there (`num_expected_tokens`), so that the next step can be planned behind it. The id of such a token is the
-worker's to know; on the wire it is -1. What has to be known is not counted on: the tokens of beams, which only the
-search chooses, and a sequence's last one, behind which nothing is computed; and no token at all where the worker works
-at several steps at once (`lanes.py`), since it would have to end one of them before it could begin the next. Nor are
-drafts (`drafts.py`): the tokens of those that were right count as computed from the answer on.
+samples is there (`num_expected_tokens`), so that the next step can be planned behind it. Only the worker knows the id
+of such a token; on the wire it is -1. A token whose id has to be known is not counted on: a beam's, which only the
+search chooses. Nor is a sequence's last one, since nothing is computed after it; nor any token where the worker works
+on several steps at once (`lanes.py`), since it would have to end one before it could begin the next. Nor are drafts
+(`drafts.py`): the tokens of those that were right count as computed once the step is answered.
 
-WHY THIS IS SAFE. What the worker computes is as if it ran steps strictly in the order of their plans, and of each step
-the swaps out, the swaps in and the copies before the forward. So it is enough that each plan is right when those before
-it have been run. That holds for a worker at several steps too: each of its parts keeps some layers' KV to itself, takes
-the steps in order, and for each swaps and copies its own blocks before its own forward. A part sees no other's blocks,
-and gets from it only what belongs to the same step; what a later step would need of an earlier one's end, a sampled
-token, no later step is planned on. Chunks of one prompt may follow each other: each reads KV of its own layer only.
+WHY THIS IS SAFE. The worker computes as if it ran steps strictly in the order of their plans, and in each step the
+swaps out, the swaps in and the copies before the forward pass. So it is enough that each plan is right once those
+before it have been run. This also holds for a worker that works on several steps: each of its parts keeps the KV of
+some layers to itself, takes the steps in order, and in each swaps and copies its own blocks before its own forward
+pass. A part sees no other part's blocks, and gets from it only what belongs to the same step. A later step could need a
+token that an earlier one samples at its end; for such a worker, no step is planned that does. Chunks of one prompt may
+follow each other: in each layer they read that layer's KV only.
 
 1. A block that a sequence lets go of, because it ended, was aborted or was preempted, may still be read and written by
-   steps in flight. Whoever gets it next is planned after them, so it is written again after them, and only what was
-   written then is read. No acknowledgement is waited for.
-2. A swap block is free as soon as the step that brings it back is planned. It is written next by the swaps out of a
-   later step: no group comes back in a step that takes another one's blocks. What is swapped out holds all that counts
-   as computed, since the steps before have computed it.
-3. A shared block that is about to be written is copied before the step's forward, after all writes planned before: what
-   its holders have in common is in it by then, and nothing else.
-4. A block can be found in the prefix cache from the plan on whose step fills it: its finder runs in that step, which
-   writes KV before it attends to it, layer by layer, or in a later one. It is found by its tokens, so all of them have
-   to be known: what a step in flight samples into it makes it findable later.
-5. Results are taken in the order of the steps. A token belongs to its sequence wherever that is by then, waiting or
-   swapped out too. A preempted group does not come back before the steps that were in flight then are answered: it is
-   planned with all that it has, and with the beams that its search chose meanwhile.
-6. A sequence that ended, by a stop id that was in flight, by the router or by an abort, takes nothing any more. What a
+   steps in flight. Its next holder is planned after them, so it is written again after them, and only what was written
+   then is read. There is no need to wait for an acknowledgement.
+2. A swap block is free as soon as the step that swaps it in is planned. It is written next by the swaps out of a later
+   step: no group is swapped in by a step that takes another group's blocks. What is swapped out holds everything that
+   counts as computed, since the earlier steps have computed it.
+3. A shared block that is about to be written is copied before the step's forward pass, after all writes planned before:
+   by then it holds what its holders have in common, and nothing else.
+4. A block can be found in the prefix cache as soon as the step that fills it is planned. The sequence that finds it
+   runs in that step, which writes KV before it attends to it, layer by layer, or in a later one. A block is found by
+   its tokens, so all of them have to be known: one that a step in flight samples a token into becomes findable later.
+5. Results are taken in the order of the steps. A token belongs to its sequence wherever that is by then, also waiting
+   or swapped out. A preempted group does not come back before the steps that were in flight at its preemption are
+   answered: it is planned with all its tokens, and with the beams that its search has chosen meanwhile.
+6. A sequence that ended, by a stop id that was in flight, by the router or by an abort, takes no more tokens. What a
    step in flight computes for it is the KV of a token that it did sample, or of a draft, in a block of case 1.
-7. The worker forgets a request by a plan that is made after the request's end, hence behind all of its rows. What it
-   notes of outputs for penalties it notes in the order of the steps, each token at its place.
-8. A lost worker takes all steps in flight with it. Nothing is expected any more then, and all is computed again from
+7. A plan made after a request's end, and hence after all of its rows, tells the worker to forget it. What the worker
+   notes of outputs for penalties, it notes in the order of the steps, each token in its place.
+8. A lost worker takes all steps in flight with it. Nothing is expected of them any more, and all is computed again from
    what is known; draws are counter-based, so the tokens are the same.
 """
 
@@ -48,10 +49,10 @@ class StepsInFlight:
     """The steps that the worker has not answered.
 
     Args:
-        max_steps: how many at most, where the worker works at one at a time.
+        max_steps: the most that there may be, where the worker works on one at a time.
 
     Attributes:
-        num_concurrent: at how many the worker works at once.
+        num_concurrent: how many the worker works on at once.
     """
 
     def __init__(self, max_steps: int) -> None:
@@ -64,7 +65,7 @@ class StepsInFlight:
 
     @property
     def max_steps(self) -> int:
-        """How many there may be; `lanes.py` says why no more than the worker works at, where these are several."""
+        """The most that there may be: no more than the worker works on, if that is several (`lanes.py` says why)."""
         return self._max_steps if self.num_concurrent == 1 else self.num_concurrent
 
     @property
@@ -74,12 +75,12 @@ class StepsInFlight:
 
     @property
     def last(self) -> int:
-        """The one planned last; 0 for none."""
+        """The id of the step planned last; 0 for none."""
         return self._plans[-1].step_id if self._plans else 0
 
     @property
     def groups(self) -> list[SequenceGroup]:
-        """The groups of which they compute tokens, also those that have ended since."""
+        """The groups whose tokens they compute, also those that have ended since."""
         return list({row.group.number: row.group for plan in self._plans for row in plan.rows}.values())
 
     def check_room(self) -> None:
@@ -87,16 +88,16 @@ class StepsInFlight:
         assert self.num_free > 0, "too many steps in flight"
 
     def add(self, plan: Plan) -> None:
-        """Takes in a step with rows."""
+        """Adds a step that has rows."""
         self._plans.append(plan)
 
     def answer(self, step_id: int) -> None:
-        """Lets the oldest go, which this has to be."""
+        """Removes the oldest step, which this has to be."""
         oldest = self._plans.popleft().step_id
         assert oldest == step_id, f"step {step_id} is answered, and {oldest} is older"
 
     def lose(self) -> None:
-        """Forgets all."""
+        """Forgets all steps."""
         self._plans.clear()
 
     def hold(self, group: SequenceGroup) -> bool:
@@ -104,7 +105,7 @@ class StepsInFlight:
         return bool(self._plans) and group.returns_after >= self._plans[0].step_id
 
     def check(self, groups: Iterable[SequenceGroup]) -> None:
-        """Asserts that every token that is expected comes with one of them."""
+        """Asserts that every expected token can come with one of them."""
         for sequence in (sequence for group in groups for sequence in group.live):
             num_expected = sequence.num_expected_tokens - sequence.num_tokens
             most = len(self._plans) if self.num_concurrent == 1 else 0
@@ -114,15 +115,15 @@ class StepsInFlight:
 def add_row(
     plan: Plan, group: SequenceGroup, sequence: Sequence, num_new_tokens: int, blocks: BlockManager, *, cached: bool
 ) -> None:
-    """Plans tokens that have their slots, and counts them as computed.
+    """Plans tokens that already have slots, and counts them as computed.
 
     Args:
         plan: the step.
-        group: of which the sequence is.
-        sequence: whose next tokens are computed, and sampled behind if they are its last.
-        num_new_tokens: how many.
-        blocks: where they have their slots.
-        cached: whether the blocks that they fill can be found by others.
+        group: the sequence's group.
+        sequence: its next tokens are computed; if they are its last, it samples another.
+        num_new_tokens: how many tokens.
+        blocks: the pool in which they have their slots.
+        cached: whether other groups can find the blocks that they fill.
     """
     start = sequence.num_computed_tokens
     end = start + num_new_tokens

@@ -1,4 +1,4 @@
-"""The loop around the core: plan, send, update, deliver, again. It owns the clock and the worker's lives.
+"""The loop around the core: plan, send, update, deliver, again. It owns the clock and the connection to the worker.
 
 Everything that touches the core runs on one event loop, so submissions and cancellations fall between two plans or
 while the worker computes, never into a plan half made or half sent. While the worker computes one step, the tokens of
@@ -27,12 +27,12 @@ from scheduler.sequence import SequenceGroup
 from scheduler.sessions import Sessions
 from scheduler.worker_link import WorkerLink, WorkerLost
 
-# How long the end of a request can be told again: until keepalive has noticed that a router's connection is dead.
+# How long the end of a request can be reported again: until keepalive has noticed that a router's connection is dead.
 _RETENTION_S = 60.0
 _RECONNECT_DELAY_S = 0.1
-# What a timer of the event loop may be early by: it counts in milliseconds.
+# How early a timer of the event loop may fire: it counts in milliseconds.
 _TIMER_S = 0.001
-# What requests were checked and their blocks counted by.
+# Requests were checked, and their blocks counted, by these.
 _SAME_OF_EVERY_WORKER = ("model", "context_length", "vocabulary_size", "dtype", "quantization", "block_size")
 log = logging.getLogger(__name__)
 
@@ -42,12 +42,14 @@ class SchedulerLoop:
 
     Attributes:
         core: None until the first worker has said how many blocks there are.
-        info: what that worker loaded.
+        info: what the last worker loaded; None before the first.
         ready: set once `core` and `info` are there.
         connected: whether there is a worker.
-        worker_left: whether there is none any more because it left in order.
-        stall: why steps do not seem to come back from it; None while they do, or would.
-        num_answered: steps that came back, of all workers.
+        worker_left: whether there is none because it left in order.
+        stall: why steps do not seem to come back from the worker; None while they do, or would.
+        num_answered: steps that all workers have answered.
+        last_step_ms: time that the last answered step took.
+        last_step_tokens: tokens that it computed.
     """
 
     def __init__(
@@ -75,25 +77,25 @@ class SchedulerLoop:
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()
         self._pacing: Pacing | None = None
-        # Why the last worker was refused; None where it was not.
+        # Why the last worker was refused; None if it was not.
         self._refusal: str | None = None
 
     @property
     def serving(self) -> bool:
-        """Whether a step completed lately, or could complete now."""
+        """Whether steps complete, or could if there were any."""
         return self.connected and self.stall is None
 
     @property
     def in_flight(self) -> Pacing | None:
-        """The steps that the worker has; None when it has none."""
+        """The steps that the worker has; None if it has none."""
         return self._pacing if self._pacing is not None and self._pacing.oldest is not None else None
 
     def labels(self) -> dict[str, str] | None:
-        """Of this scheduler's metrics; None before the first worker."""
+        """The labels of this scheduler's metrics; None before the first worker."""
         return None if self.info is None else {"model_name": self.info.model}
 
     def wake(self) -> None:
-        """There may be something to plan, or no worker to plan for any more."""
+        """Wakes the loop: there may be something to plan, or no worker to plan for any more."""
         self._work.set()
         self._settled.set()
         if self._pacing is not None and self._pacing.stir():
@@ -103,7 +105,7 @@ class SchedulerLoop:
         """Runs for ever: through idle times, and through as many workers as it takes.
 
         Raises:
-            CannotServe: the first worker has less room than the steps that are asked for take.
+            CannotServe: the first worker has no room for steps of the size that the settings ask for.
         """
         while True:
             info = await self._link.connect()
@@ -121,18 +123,18 @@ class SchedulerLoop:
             await asyncio.sleep(_RECONNECT_DELAY_S)
 
     async def look_at_worker(self, timeout_s: float) -> str | None:
-        """Why the worker does not answer, beside its steps, within `timeout_s` seconds; None when it does."""
+        """Why the worker does not answer a health check within `timeout_s` seconds; None if it does."""
         return await self._link.look(timeout_s)
 
     def set_stall(self, stall: str | None) -> None:
-        """Says why steps do not seem to come back, or that they do."""
+        """Notes why steps do not seem to come back; None if they do."""
         changed = (stall is None) != (self.stall is None)
         self.stall = stall
         if changed:
             self._tell_change()
 
     async def wait_for_change(self, timeout_s: float | None) -> None:
-        """Returns when `serving` changed, or after `timeout_s` seconds."""
+        """Returns when `serving` may have changed, or after `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -160,10 +162,10 @@ class SchedulerLoop:
         self._changed = asyncio.Event()
 
     def _adopt(self, info: GetInfoResponse) -> bool:
-        """Takes a worker for the model that is served; False for one that can not serve as the one before did.
+        """Takes a worker for the model that is served; returns False if it cannot serve as the one before did.
 
         Raises:
-            CannotServe: it is the first, and has less room than the steps that are asked for take.
+            CannotServe: it is the first, and has no room for steps of the size that the settings ask for.
         """
         policy = self._settings.policy(info.device)
         if (refusal := _why_not(info, self.info, policy)) is not None:
@@ -193,7 +195,7 @@ class SchedulerLoop:
         return True
 
     async def _steps(self, patience: Patience) -> None:
-        """Runs steps until the worker is lost, or the oldest that it has is late."""
+        """Runs steps until the worker is lost; `patience` ends it when the oldest step in flight is late."""
         assert self.core is not None
         pacing = self._pacing = Pacing(self.core.in_flight.max_steps, self.core.in_flight.num_concurrent)
         while True:
@@ -225,7 +227,7 @@ class SchedulerLoop:
                 self._update(oldest, result)
 
     def _plan(self, now: float) -> Plan:
-        """The next step, and the news that planning it made."""
+        """Plans the next step, and delivers the news that this made."""
         assert self.core is not None
         self._sessions.purge(now - max(_RETENTION_S, self._settings.lease_s))
         plan = self.core.schedule(now)
@@ -262,7 +264,7 @@ class SchedulerLoop:
                 await self._work.wait()
 
     def _lose(self, reason: str, *, in_order: bool = False) -> None:
-        """The worker is gone, and what it computed with it."""
+        """Requeues what ran: the worker is gone, with all that it had computed."""
         assert self.core is not None
         self._set_connected(False, worker_left=in_order)
         self._pacing = None
@@ -279,7 +281,7 @@ class SchedulerLoop:
             self._fail(group, Refusal(grpc.StatusCode.INTERNAL, "INTERNAL", message))
 
     def _fail(self, group: SequenceGroup, refusal: Refusal) -> None:
-        """Tells the router that a group, which has ended, ended in an error."""
+        """Tells the router that a group has ended in an error."""
         ticket = self._sessions.ticket(group)
         if ticket is not None:
             level = logging.ERROR if refusal.code is grpc.StatusCode.INTERNAL else logging.INFO
@@ -287,7 +289,7 @@ class SchedulerLoop:
             self._sessions.reject(ticket, refusal, time.monotonic())
 
     def deliver_finished(self, finished: list[Finished]) -> None:
-        """Tells routers of sequences that ended."""
+        """Tells routers which sequences have ended."""
         now = time.monotonic()
         for ticket in self._sessions.deliver_finished(finished):
             self._sessions.end(ticket, now)
@@ -303,7 +305,7 @@ class SchedulerLoop:
 
 
 def _why_not(info: GetInfoResponse, before: GetInfoResponse | None, policy: Policy) -> str | None:
-    """Why a worker can not serve where one of `before` did; of the first that is None."""
+    """Why a worker cannot take the place of the one `before` (None for the first worker); None if it can."""
     if info.max_num_batched_tokens < policy.max_num_batched_tokens:
         return (
             f"--max-num-batched-tokens {policy.max_num_batched_tokens} is more than the "

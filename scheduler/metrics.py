@@ -9,7 +9,7 @@ from scheduler.scheduler import Scheduler
 
 
 def metrics_of(loop: SchedulerLoop, observer: Observer) -> list[Metric]:
-    """All of them; they are read once there is a core, which the labels wait for."""
+    """All metrics. They are read only once there is a core, since their labels come with it."""
 
     def of_core(read: Callable[[Scheduler], Reading]) -> Callable[[], Reading]:
         def value() -> Reading:

@@ -1,13 +1,14 @@
-"""What metrics and traces tell of steps and requests: kept per step and per request, never per token.
+"""What metrics and traces say about steps and requests: kept per step and per request, never per token.
 
-**Inter-token latency** is the gap between two steps, counted once for each sequence that the later one takes on. With
-chunked prefill every running sequence is in every step, so that is the gap between its two tokens; tokens that come
-together, after a draft that was right, have none between them. Two cases are looked at for themselves: the first token
-after a pause counts from the loss of the blocks; and without chunked prefill, where steps of prompts let the decodes
-wait, the gap runs from the decode step before.
+**Inter-token latency** is the gap between two steps, counted once for each sequence that continues in the later one.
+With chunked prefill every running sequence is in every step, so that is the gap between two of its tokens; tokens that
+come together, after a draft that was right, have no gap between them. Two cases are special: the gap of the first token
+after a pause runs from the loss of the blocks; and without chunked prefill, where decodes wait during prefill steps,
+the gap runs from the decode step before.
 
-Where the worker works at several steps at once, each on other sequences, a step is planned when the tokens before its
-own are known: the gap is what it takes. Waiting for a turn is not in it, as where the number of sequences changes.
+Where the worker works on several steps at once, each with other sequences, a step is planned when the tokens before its
+own are known, and the gap is the time that it takes. A wait for the next turn, as when the number of sequences changes,
+is not counted.
 """
 
 import time
@@ -30,21 +31,21 @@ _STEP_TOKENS = tuple(2**power for power in range(15))
 
 
 class Observer:
-    """Is told by the loop and the sessions what happens.
+    """Keeps the figures; the loop and the sessions tell it what happens.
 
     Args:
-        tracer: where traced requests are told of; None for nowhere.
+        tracer: gets the spans of traced requests; None for no tracing.
 
     Attributes:
-        queue_s: from arrival to the first plan that holds a request.
-        prefill_s: from there to its first token here: it may have some of another scheduler.
+        queue_s: from a request's arrival to the first plan that contains it.
+        prefill_s: from there to its first token here; it may have tokens from another scheduler.
         decode_s: from there to its end.
         inter_token_s: see above.
-        step_s: what steps take, as the scheduler sees it.
-        step_tokens: that steps compute.
+        step_s: how long steps take, as the scheduler sees it.
+        step_tokens: tokens that steps compute.
         num_generated: tokens sampled that are output.
-        num_drafts: tokens that were computed ahead.
-        num_accepted: those of them that were right.
+        num_drafts: tokens that were drafted.
+        num_accepted: how many of these were right.
     """
 
     def __init__(self, tracer: "Tracer | None" = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,19 +59,19 @@ class Observer:
         self._tracer = tracer
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
-        # Of the step that the next gap counts from; None while nothing runs.
+        # Time of the step from which the next gap counts; None while nothing runs.
         self._last_step: float | None = None
-        # Groups that run again and have no token yet -> when they lost their blocks.
+        # Number of a group that runs again, without a token since -> when it lost its blocks.
         self._resuming: dict[int, float] = {}
         self._num_traced = 0
 
     def added(self, ticket: Ticket) -> None:
-        """A request was submitted."""
+        """Takes note that a request was submitted."""
         self._tickets[ticket.group.number] = ticket
         self._num_traced += ticket.timeline.trace is not None
 
     def planned(self, plan: Plan, now: float) -> None:
-        """A step was planned."""
+        """Takes note that a step was planned."""
         for preemption in plan.preempted:
             self._pause(preemption.group, preemption.reason, now)
         for group in plan.resumed:
@@ -80,10 +81,10 @@ class Observer:
                 self._resuming.setdefault(group.number, pause.begin)
 
     def traces_of(self, plan: Plan) -> Sequence[TraceContext]:
-        """The traces that are to hold a span of this step."""
+        """The traces that get a span of this step."""
         if not self._num_traced:
             return ()
-        # A prompt's last token may be all that is left to compute of it.
+        # A prompt's last token may be all of it that is left to compute.
         rows = [row for row in plan.rows if row.num_new_tokens > 1 or row.start < row.group.num_prompt_tokens]
         tickets = [self._tickets.get(row.group.number) for row in rows]
         return [ticket.timeline.trace for ticket in tickets if ticket is not None and ticket.timeline.trace is not None]
@@ -91,21 +92,21 @@ class Observer:
     def stepped(
         self, plan: Plan, outputs: StepOutputs, begun: Iterable[Ticket], core: Scheduler, took_s: float
     ) -> None:
-        """A step was answered.
+        """Takes note that a step was answered.
 
         Args:
             plan: the step.
-            outputs: what it gave.
-            begun: the requests of the sequences whose first tokens are among that, one for each sequence.
-            core: after the step.
-            took_s: time that it took.
+            outputs: what became of its sequences.
+            begun: for each sequence that got its first tokens here, the request's ticket.
+            core: the core, after the step.
+            took_s: time that the step took.
         """
         now = self._clock()
         num_continued = len(outputs.new_tokens)
         self.num_generated += num_continued + outputs.num_accepted
         self.num_drafts += plan.num_drafts
         self.num_accepted += outputs.num_accepted
-        if plan.num_beams:  # their sequences come whole, at their end
+        if plan.num_beams:  # the sequences of a search come whole, at its end
             beams = [new.sequence for new in outputs.new_tokens if new.group.beam is not None]
             self.num_generated += sum(len(sequence.output_token_ids) - 1 for sequence in beams)
         for ticket in begun:
@@ -125,14 +126,14 @@ class Observer:
         self.step_tokens.observe(plan.num_tokens)
 
     def lost(self, groups: Iterable[SequenceGroup]) -> None:
-        """The worker was lost, and all groups wait."""
+        """Takes note that the worker was lost, so that all groups wait."""
         now = self._clock()
         self._last_step = None
         for group in groups:
             self._pause(group, "recompute: the worker was lost", now)
 
     def ended(self, ticket: Ticket) -> None:
-        """A request has ended, or was given up."""
+        """Takes note that a request has ended, or was given up."""
         now, group, timeline = self._clock(), ticket.group, ticket.timeline
         del self._tickets[group.number]
         self._resuming.pop(group.number, None)
@@ -152,7 +153,7 @@ class Observer:
             ticket.timeline.pauses.append(Pause(now, reason, group.preempted_by))
 
     def _end_pauses(self, outputs: StepOutputs, now: float) -> int:
-        """Counts the gaps of those that go on after a pause, and gives how many sequences that were."""
+        """Counts the gaps of sequences that go on after a pause; returns how many those were."""
         num_resumed = 0
         for number in {new.group.number for new in outputs.new_tokens} & self._resuming.keys():
             begin = self._resuming.pop(number)

@@ -1,12 +1,13 @@
-"""The steps that are with the worker, and when the next one is to be planned. Time is an argument here too.
+"""The steps that the worker has, and when to plan the next one. Time is an argument here too.
 
-Planned as soon as there is room for it, a second step would make whoever arrives during the first wait for both. So it
-is planned late: when the worker is expected to be done soon, by what its last steps took. Then planning, sending and
-telling the routers hide behind the forward pass, and a newcomer waits for little more than the step that runs. Where
-the expectation is wrong, the worker waits for a while, or the newcomer does; nothing else depends on it.
+If a second step were planned as soon as there is room for it, a request that arrives during the first would wait for
+both. So it is planned late: when the worker is expected to be done soon, judging by how long its last steps took. Then
+planning, sending and delivering to routers hide behind the forward pass, and a new request waits for little more than
+the step that runs. If the expectation is wrong, the worker or the new request waits for a while; nothing else depends
+on it.
 
-A worker that works at several steps at once has room for a newcomer beside those that it has. So as long as it is at
-fewer than it can be, the next is planned as soon as there is something to plan.
+A worker that works on several steps at once has room for a new request beside those that it has. So while it has fewer
+steps than that, the next is planned as soon as there is something to plan.
 """
 
 import math
@@ -14,36 +15,36 @@ from collections import deque
 
 from scheduler.plan import Plan
 
-# How long before the worker is expected to be done: for planning, sending, and for being woken up late; and as a share
-# of what it is expected to take, for being wrong about that.
+# A step is planned this long before the worker is expected to be done: a fixed time for planning, sending and waking up
+# late, and a share of the expected time, since that may be wrong.
 _LEAD_S = 0.004
 _LEAD_SHARE = 0.15
 _AT_ONCE = -math.inf
 
 
 class Pacing:
-    """The steps, oldest first.
+    """The steps that the worker has, oldest first.
 
     Args:
-        max_steps: how many there are at most.
-        num_concurrent: how many of them the worker works at, at the same time.
+        max_steps: the most that there may be.
+        num_concurrent: how many of them the worker works on at the same time.
     """
 
     def __init__(self, max_steps: int, num_concurrent: int = 1) -> None:
         self._max_steps = max_steps
         self._num_concurrent = num_concurrent
-        # Each with the seconds for which it is expected to hold the worker up.
+        # Each with the seconds for which it is expected to keep the worker busy.
         self._steps: deque[tuple[Plan, float]] = deque()
-        # When the worker came to those that it is at, as far as that shows here.
+        # When the worker began each step that it works on, as far as that shows here.
         self._begun: deque[float] = deque()
         self._idle = False
 
     @property
     def expected_s(self) -> float:
-        """What the steps are expected to take, all together.
+        """How long all steps together are expected to take, s.
 
-        They go through the worker in order, each in as many parts of one length as it works at steps: so they come out
-        one such part after another, and the first of them waits for the longest to have gone through the others.
+        A worker for S steps is a pipeline of S parts; steps go through them in order, each for the same time in every
+        part. So their times in one part add up, and the longest goes through the other S - 1 parts as well.
         """
         seconds = [seconds for _, seconds in self._steps]
         return sum(seconds) + (self._num_concurrent - 1) * max(seconds, default=0.0)
@@ -54,25 +55,25 @@ class Pacing:
         return self._steps[0][0] if self._steps else None
 
     def add(self, plan: Plan, expected_s: float, now: float) -> None:
-        """Takes in a step that is sent now."""
+        """Adds a step that is sent now."""
         self._steps.append((plan, expected_s))
         self._note_begun(now)
 
     def rest(self) -> None:
-        """There is nothing to plan, as things are."""
+        """Takes note that there is nothing to plan at present."""
         self._idle = True
 
     def stir(self) -> bool:
-        """There may be something to plan now. Gives whether it can be, before a result: where the worker has room."""
+        """Something may have come to be planned. Returns whether to plan it now, without waiting for a result."""
         stirred = self._idle and self._num_concurrent > 1
         self._idle = self._idle and not stirred
         return stirred
 
     def pop(self, now: float) -> float:
-        """The oldest step is answered.
+        """Removes the oldest step, which is answered.
 
         Returns:
-            Seconds that it took since the worker came to it: more than answers are apart where that works at several.
+            Seconds since the worker began it: where it works on several at once, more than the time between answers.
         """
         self._steps.popleft()
         self._idle = False
@@ -81,10 +82,10 @@ class Pacing:
         return took_s
 
     def next_plan_time(self) -> float | None:
-        """When to plan the next step; None for not before the next result, or `stir`.
+        """When to plan the next step; None: not before the next result, or `stir`.
 
-        Behind a step that samples for a beam search nothing is planned: without it, each search would go on in every
-        second step only. Beside it others are.
+        Nothing is planned behind a step that samples for a beam search: a step without the search would follow, so that
+        it went on only in every second step. Where the worker works on several at once, others are planned beside it.
         """
         if not self._steps:
             return _AT_ONCE
@@ -98,6 +99,6 @@ class Pacing:
         return self._begun[0] + expected_s - _LEAD_S - _LEAD_SHARE * expected_s
 
     def _note_begun(self, now: float) -> None:
-        """If there is a step that the worker can come to, it comes to it now."""
+        """If there is another step that the worker can work on, it begins it now."""
         if len(self._begun) < min(len(self._steps), self._num_concurrent):
             self._begun.append(now)

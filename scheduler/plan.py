@@ -1,6 +1,6 @@
 """What the core decides and what it is told: the plan of a step, the step's result, and what became of the sequences.
 
-Plain values without behaviour beyond the columns in which a plan travels to the worker.
+Plain values, and the columns in which a plan travels to the worker and its result comes back.
 """
 
 from array import array
@@ -15,7 +15,7 @@ from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, NewRequ
 from scheduler.preemption import Preemption
 from scheduler.sequence import Sequence, SequenceGroup
 
-# In place of a token id: the token that a step in flight samples for the row's sequence. No row has two of them.
+# Stands for the token that a step in flight samples for the row's sequence. No row has two of them.
 _LAST_SAMPLED = array("i", [-1])
 
 
@@ -24,11 +24,11 @@ class Row:
     """Tokens of one sequence to be computed in a step.
 
     Attributes:
-        start: `num_computed_tokens` when planned: the position of the first of them.
-        num_new_tokens: how many.
-        samples: the sequences that get a token from the logits behind the last one; none for a chunk that ends earlier,
-            all of the group's for the prompt that they fork from.
-        draft: the row's one token, where it is a guess at what the rows before it sample (`drafts.py`).
+        start: the position of the first of them: `num_computed_tokens` when planned, but for drafts.
+        num_new_tokens: how many there are.
+        samples: the sequences that get a token from the logits of the last one; none for a chunk that ends earlier, all
+            of the group's live ones for the prompt that they fork from.
+        draft: the row's only token, if it is a guess at what the sequence's row before it samples (`drafts.py`).
     """
 
     group: SequenceGroup
@@ -40,13 +40,13 @@ class Row:
 
     @property
     def prompt_logprobs_end(self) -> int:
-        """The position before which its logits tell of a prompt token: behind the last one there is none."""
+        """The end of the positions whose logits give a prompt token's log-probability: the last one's give none."""
         return min(self.start + self.num_new_tokens, self.group.num_prompt_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sequence reached its final status, which stands in it.
+    """A sequence that has ended; its status says how.
 
     Attributes:
         message: why, where the client could not know.
@@ -59,7 +59,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A group that was given up for its deadline; it has ended."""
+    """A group that was given up because of its deadline; in a plan that is ready, it has ended."""
 
     group: SequenceGroup
     message: str
@@ -76,21 +76,22 @@ class NewTokens:
 
 @dataclass(slots=True)
 class Plan:
-    """One step. Without rows there is nothing to run, though `finished` and `dropped` may tell of groups that ended.
+    """One step. Without rows there is nothing to run, but `finished` and `dropped` may name groups that ended.
 
     Attributes:
+        new_groups: groups in the rows that the worker has not seen.
         blocks_to_swap_out: pairs (block, swap block), done first.
         blocks_to_swap_in: pairs (swap block, block), done next.
-        blocks_to_copy: pairs (from, to), done before the forward.
-        new_tokens: outputs that came with the sequences of `finished`.
-        finished: sequences of groups that are too large for the pool, or for the one that replaced it.
-        dropped: groups whose deadline passed, or can not be met; they have ended.
+        blocks_to_copy: pairs (from, to), done before the forward pass.
+        new_tokens: the output of beam searches in `finished`.
+        finished: sequences that ended because the pool, or the one that replaced it, is too small for them.
+        dropped: groups whose deadline has passed, or cannot be met; they have ended.
         preempted: groups that lost their blocks to others.
-        resumed: groups that had lost them before, and run again.
-        new_groups: groups in the rows that the worker has not seen.
-        forget: numbers of requests that the worker has seen and nobody needs.
-        telling: rows whose logits tell of their prompts' tokens: places in `rows`, and the position from which on.
-        num_beams: samples of beam searches, without which these can not be planned on.
+        resumed: groups that had lost their blocks before, and run again.
+        forget: numbers of requests that the worker has seen, and that have ended.
+        telling: rows that give log-probabilities of prompt tokens: place in `rows`, and the position of the first.
+        num_prefills_done: rows of more than one token that sample.
+        num_beams: samples for beam searches; nothing more can be planned for these before the answer.
         num_drafts: rows of drafts.
     """
 
@@ -114,7 +115,7 @@ class Plan:
     num_drafts: int = 0
 
     def add(self, row: Row) -> None:
-        """Takes in a row."""
+        """Adds a row."""
         num_new_tokens = row.num_new_tokens
         self.rows.append(row)
         self.num_tokens += num_new_tokens
@@ -126,16 +127,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the worker answers, one entry per sample of the plan, in the plan's order.
+    """What the worker answers.
 
     Attributes:
+        token_ids: one per sample of the plan, in the plan's order.
+        logprobs: one per sample.
         failed: places of samples whose logits were not finite; their groups end.
-        candidate_token_ids: of the samples of beam searches, in order, as many for each as its search wants.
-        candidate_logprobs: of the same.
-        step_s: time that the worker took, its swapping aside.
-        swap_s: time that it took for swapping.
-        top_logprobs: of the samples of groups with num_top_logprobs, in order.
-        prompt_logprobs: of the plan's telling rows, in order.
+        candidate_token_ids: for the samples of beam searches, in order: `num_candidates` of its search for each.
+        candidate_logprobs: one per candidate.
+        step_s: time that the worker took, without swapping.
+        swap_s: time that swapping took.
+        top_logprobs: for the samples of groups with num_top_logprobs, in order.
+        prompt_logprobs: for the plan's `telling` rows, in order.
     """
 
     token_ids: Seq[int]
@@ -151,12 +154,12 @@ class StepResult:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What one step gave.
+    """What became of the sequences in one step.
 
     Attributes:
         new_tokens: one entry for each sequence that got any.
         failed: groups that the step could not sample for; they have ended.
-        num_accepted: drafts that were what their sequences sampled.
+        num_accepted: drafts that proved right: their sequences sampled these tokens.
     """
 
     new_tokens: list[NewTokens] = field(default_factory=list)
@@ -166,7 +169,7 @@ class StepOutputs:
 
 
 def to_request(plan: Plan, epoch: int, traces: Seq[TraceContext] = ()) -> ExecuteModelRequest:
-    """The plan in the columns of the worker's protocol; before anything else changes a block table."""
+    """The plan in the columns of the worker's protocol. Call it before anything else changes a block table."""
     numbers: list[int] = []
     indexes: list[int] = []
     starts: list[int] = []
@@ -217,7 +220,7 @@ def to_request(plan: Plan, epoch: int, traces: Seq[TraceContext] = ()) -> Execut
 
 
 def to_result(response: ExecuteModelResponse) -> StepResult:
-    """The worker's answer out of its columns."""
+    """The worker's answer, unpacked from its columns."""
     timings = response.timings
     return StepResult(
         unpack(response.token_ids),

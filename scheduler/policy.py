@@ -1,18 +1,18 @@
-"""The bounds and choices that the core keeps: chosen once, at construction."""
+"""The bounds and choices that the core keeps to: made once, at construction."""
 
 import enum
 from dataclasses import dataclass
 
-# Priorities that a request may have. A bounded range is what bounds the time for which one request can be overtaken.
+# Priorities that a request may have. Since they are bounded, so is the time for which a request can be overtaken.
 MIN_PRIORITY, MAX_PRIORITY = -10, 10
 
 
 class PreemptionMode(enum.Enum):
     """How a group loses its blocks (Kwon et al., SOSP'23, section 4.5)."""
 
-    # Whichever of the two is estimated to cost less.
+    # Whichever of the other two is estimated to cost less.
     AUTO = "auto"
-    # Drop the blocks, and compute their tokens again.
+    # Free the blocks, and compute their tokens again.
     RECOMPUTE = "recompute"
     # Copy the blocks to the swap pool, and back.
     SWAP = "swap"
@@ -20,26 +20,26 @@ class PreemptionMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a step may hold, who goes first, and how memory is found.
+    """What a step may hold, which group goes first, and how memory is found.
 
     Attributes:
-        max_num_batched_tokens: tokens of a step at most, prefill and decode together.
-        max_num_seqs: running sequences at most.
-        max_steps_in_flight: steps that are planned and not answered at most, where the worker works at one at a time.
-        max_waiting_requests: groups in the waiting queue beyond which no new one is taken. Preempted ones come back to
-            it in any case.
-        max_waiting_tokens: prompt tokens of those in the waiting queue, in the same way; one group may always wait.
-        max_waiting_requests_per_tenant: those of one tenant, in the same way; None for no bound beside.
+        max_num_batched_tokens: the most tokens of a step, prefill and decode together.
+        max_num_seqs: the most running sequences.
+        max_waiting_requests: the most groups that wait: beyond it no new one is taken. Preempted ones come back to the
+            queue in any case.
+        max_waiting_tokens: the most prompt tokens that wait, in the same way; one group may always wait.
+        max_waiting_requests_per_tenant: the most groups of one tenant that wait, in the same way; None for no bound.
         watermark: share of the blocks that admission leaves free, so that what runs can grow.
         prefix_caching: whether blocks are found again by the tokens in them.
         chunked_prefill: whether chunks of prompts join the decodes of a step (Sarathi-Serve, OSDI'24). Without it a
-            step is all prefill or all decode, and prefill goes first.
-        delay_factor: without chunked_prefill, how many times as long as the last prefill step took the next prompt
-            waits for others to join it.
+            step is all prefill or all decode, and the two alternate while there is work for both.
+        delay_factor: without chunked_prefill, the next prompt waits for others to join it, for this many times as long
+            as the last prefill step took.
         preemption_mode: how a group loses its blocks.
-        num_speculative_tokens: tokens that are drafted for a sequence in a step at most (`drafts.py`); 0 for none.
-        max_failed_steps: workers lost in a row in a group's steps, at last in those of it alone, after which it ends.
-        aging_s: how long a group has to wait until it goes before one that has just come with a priority one higher.
+        aging_s: how long a group has to wait to go before a new one whose priority is one higher, s.
+        max_steps_in_flight: the most steps planned and not answered, where the worker works on one at a time.
+        num_speculative_tokens: the most tokens drafted for a sequence in a step (`drafts.py`); 0 for none.
+        max_failed_steps: workers lost in a row in a group's steps, the last in a step of it alone, after which it ends.
     """
 
     max_num_batched_tokens: int

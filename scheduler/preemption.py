@@ -1,4 +1,4 @@
-"""By which way a group loses its blocks: what each way is estimated to cost, from what the worker measured."""
+"""How a preempted group loses its blocks: the cost of each mode, estimated from what the worker measured."""
 
 from dataclasses import dataclass
 
@@ -6,21 +6,21 @@ from scheduler.block_manager import BlockManager
 from scheduler.policy import PreemptionMode
 from scheduler.sequence import SequenceGroup
 
-# Steps with fewer prompt tokens say more of their fixed cost than of the rate.
+# Steps with fewer prompt tokens say more about their fixed cost than about the rate.
 _MIN_PREFILL_TOKENS = 64
-# Weight of the newest measurement.
+# Weight of the newest measurement in an average.
 _ALPHA = 0.3
 
 
 @dataclass(slots=True)
 class Rates:
-    """What the worker can do, as exponential averages over its steps; 0 before there was one.
+    """How fast the worker is, as exponential averages over its steps; 0 until something was measured.
 
     Attributes:
         prefill_tokens_per_s: tokens computed in steps that are mostly prefill.
-        swap_blocks_per_s: blocks moved between the pools, either way.
+        swap_blocks_per_s: blocks moved between the pools, in either direction.
         decode_step_s: time of a step without prefill.
-        prefill_token_s: what each token of a step that is mostly prefill adds to that.
+        prefill_token_s: time that each prefill token of a step that is mostly prefill adds to that.
     """
 
     prefill_tokens_per_s: float = 0.0
@@ -29,7 +29,7 @@ class Rates:
     prefill_token_s: float = 0.0
 
     def note_step(self, num_tokens: int, num_prefill_tokens: int, step_s: float) -> None:
-        """Takes the time of a step, its swapping aside."""
+        """Takes the time of a step, without its swapping."""
         if 2 * num_prefill_tokens > num_tokens and num_prefill_tokens >= _MIN_PREFILL_TOKENS and step_s > 0:
             self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, num_tokens / step_s)
             if self.decode_step_s:
@@ -39,14 +39,14 @@ class Rates:
             self.decode_step_s = _average(self.decode_step_s, step_s)
 
     def expected_step_s(self, num_tokens: int, num_prefill_tokens: int) -> float:
-        """What a step will take, its swapping aside: rather too little than too much; 0 where nothing is known."""
+        """How long a step will take without swapping, rather too short than too long; 0 where nothing is known."""
         decode_s = self.decode_step_s if num_prefill_tokens < num_tokens else 0.0
         if not num_prefill_tokens or not self.prefill_tokens_per_s:
             return decode_s
         return max(decode_s, num_prefill_tokens / self.prefill_tokens_per_s)
 
     def note_swap(self, num_blocks: int, swap_s: float) -> None:
-        """Takes the time of moving blocks."""
+        """Takes the time that it took to move blocks between the pools."""
         if num_blocks and swap_s > 0:
             self.swap_blocks_per_s = _average(self.swap_blocks_per_s, num_blocks / swap_s)
 
@@ -56,8 +56,8 @@ class Preemption:
     """A group that lost its blocks.
 
     Attributes:
-        mode: by which way; never AUTO.
-        reason: why by this one, in words.
+        mode: how it lost them; never AUTO.
+        reason: why in this mode, in words.
     """
 
     group: SequenceGroup
@@ -70,8 +70,9 @@ def choose_mode(
 ) -> tuple[PreemptionMode, str]:
     """RECOMPUTE or SWAP for a running group, and why.
 
-    `mode` decides if it does not say AUTO, as long as the swap pool has room. Else the way that costs less. While a
-    rate is not known, RECOMPUTE for one sequence and SWAP for several, whose shared blocks would come back unshared.
+    `mode` decides unless it is AUTO; but SWAP needs room in the swap pool, and computed tokens. AUTO takes what costs
+    less. Until the rates are known, it takes RECOMPUTE for one sequence and SWAP for several, whose shared blocks would
+    come back unshared after a recomputation.
     """
     num_blocks = blocks.num_blocks_to_swap(group)
     num_free = blocks.num_free_swap_blocks
@@ -97,7 +98,7 @@ def choose_mode(
 
 
 def _num_tokens_to_recompute(group: SequenceGroup) -> int:
-    """The prompt once, and each sequence's output."""
+    """The prompt once, and each sequence's output, as far as computed."""
     num_computed = group.root.num_computed_tokens
     num_prompt = min(num_computed, group.num_prompt_tokens)
     return num_prompt + sum(max(0, sequence.num_computed_tokens - num_prompt) for sequence in group.live)

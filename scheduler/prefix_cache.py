@@ -1,17 +1,17 @@
-"""The prefix cache: which blocks hold the KV of which tokens, and which of them nobody uses any more.
+"""The prefix cache: which blocks hold the KV of which tokens, and which of them are idle.
 
 KV depends on all tokens before it, so a block's content is named by its own tokens and by the content of the block
-before it: a trie of blocks (SGLang's RadixAttention, arXiv:2312.07104, at the grain of blocks, as vLLM has it). Names
-are exact, not hashes: a lookup compares tokens, and no collision can give one request another one's KV.
+before it: a trie of blocks (SGLang's RadixAttention, arXiv:2312.07104, with blocks as its unit, as in vLLM). Names are
+exact, not hashes: a lookup compares tokens, and no collision can give one request another request's KV.
 
-Only full blocks have content. It is looked up under a salt, so that tenants who must not learn of each other's prompts
-by timing do not share.
+Only full blocks have content. It is looked up under a salt, so that tenants that must not learn of each other's prompts
+by timing do not share it.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-# What a block's content follows: another content by its number, or nothing, under a salt.
+# What a block's content follows: the number of another content, or, at the start of a prompt, the salt.
 Parent = int | str
 
 
@@ -22,12 +22,12 @@ class _Content:
 
 
 class PrefixCache:
-    """The content of blocks, and the idle ones among them in the order in which they were left."""
+    """The content of blocks, and the idle blocks in the order in which they became idle."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[Parent, bytes], int] = {}
         self._contents: dict[int, _Content] = {}
-        # Blocks with content in no table, the one to evict next first.
+        # Blocks with content that are in no table, the next one to evict first.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._num_contents = 0
 
@@ -45,13 +45,13 @@ class PrefixCache:
         """Notes that `block` holds `tokens` after `parent`.
 
         Returns:
-            The content's number. Another block may have it already; then `block` stays without content.
+            The content's number. If another block has the same content already, `block` stays without any.
         """
         known = self.find(parent, tokens)
         if known is not None:
             return known[1]
         if block in self._contents:
-            # Named before, behind another block of the same tokens that has lost its content since.
+            # It was named before, after another block with its parent's tokens, which has lost its content since.
             content = self._contents[block]
             assert content.key[1] == tokens, "a block with content was written"
             return content.number
@@ -61,24 +61,24 @@ class PrefixCache:
         return self._num_contents
 
     def leave(self, block: int) -> bool:
-        """The last table let go of `block`. False: it has no content to keep."""
+        """Makes `block`, which the last table has let go of, idle; returns False if it has no content to keep."""
         if block not in self._contents:
             return False
         self._idle[block] = None
         return True
 
     def enter(self, block: int) -> None:
-        """A table takes `block`, which may have been idle."""
+        """Takes note that a table holds `block`, which may have been idle."""
         self._idle.pop(block, None)
 
     def evict(self) -> int:
-        """The idle block that was left first, its content forgotten."""
+        """Returns the block that was idle longest; its content is forgotten."""
         block, _ = self._idle.popitem(last=False)
         self.forget(block)
         return block
 
     def forget(self, block: int) -> bool:
-        """Forgets the content of a block, if it has some. True: it was idle, and is free now."""
+        """Forgets the content of a block, if it has any; returns True if the block was idle, and is free now."""
         content = self._contents.pop(block, None)
         if content is not None:
             del self._blocks[content.key]
@@ -88,7 +88,7 @@ class PrefixCache:
         return True
 
     def clear(self) -> list[int]:
-        """Forgets everything; gives the blocks that were idle."""
+        """Forgets everything; returns the blocks that were idle."""
         idle = list(self._idle)
         self._idle.clear()
         self._blocks.clear()

@@ -1,8 +1,8 @@
-"""Where each live group is, and how it gets from one place to another with its blocks.
+"""Where each live group is, and how it moves from one place to another with its blocks.
 
     waiting --admit--> running --preempt--> waiting, or swapped --swap_in--> running        any --finish--> gone
 
-All three queues are by rank, of those that wait each tenant's. Which group moves, and when, is the scheduler's to say.
+All three are in order of rank; those that wait, within each tenant. The scheduler decides which group moves, and when.
 """
 
 from bisect import bisect_left, insort
@@ -19,10 +19,11 @@ class Queues:
     """All groups from submission to their end.
 
     Attributes:
-        blocks: the pools that their blocks are in.
-        groups: the live ones by number.
-        running: those that hold blocks, least rank first.
-        swapped: those whose blocks are in the swap pool, least rank first.
+        blocks: the pools that hold their blocks.
+        groups: the live groups by number.
+        waiting: groups that wait for blocks, of all tenants.
+        running: groups that hold blocks, least rank first.
+        swapped: groups whose blocks are in the swap pool, least rank first.
         num_running_seqs: sequences of the running groups.
     """
 
@@ -48,7 +49,7 @@ class Queues:
         self._run(group)
 
     def preempt(self, group: SequenceGroup) -> None:
-        """Takes all blocks of a running or swapped group, which waits again, to be computed again."""
+        """Takes all blocks of a running or swapped group, which waits to be computed again."""
         self._leave(group)
         for sequence in group.live:
             self.blocks.free(sequence)
@@ -94,7 +95,7 @@ class Queues:
             self._gone.append(group.number)
 
     def forget_worker(self) -> None:
-        """The worker is gone, and all that was in its memory: all groups wait, to be computed from the beginning."""
+        """Makes all groups wait, to be computed from the beginning: the worker is gone, and its memory with it."""
         for group in [*self.running, *self.swapped]:
             self.preempt(group)
         for group in self.groups.values():
@@ -104,7 +105,7 @@ class Queues:
         self.blocks.disown_all()
 
     def take_gone(self) -> list[int]:
-        """Numbers of the groups that the worker knows, and that ended since the last call."""
+        """Numbers of the groups known to the worker that have ended since the last call."""
         gone, self._gone = self._gone, []
         return gone
 

@@ -1,11 +1,11 @@
-"""The form of a record: every call that changed a core, with its arguments, and what it decided, as JSON, line by line.
+"""The format of a record: every call that changed a core, with its arguments and what it decided, as lines of JSON.
 
-The first line says what the core was made of. Then come two lines for each call: its name and arguments, written before
-it is made, and the digest of its outcome, written after. So the record of a scheduler that was killed ends with the
-last call that it made or was about to make, and a line without its end is one that was cut off.
+The first line says what the core was made from. Then come two lines for each call: its name and arguments, written
+before the call, and the digest of its outcome, written after. So the record of a scheduler that was killed ends with
+the last call that it made or was about to make, and a line without a newline was cut off.
 
 Calls are written as they are, whatever their parameters: JSON's own values as such, everything else under a tag, such
-as {"$i": base64 of int32s}. Only the types named here can be read back, so that a file from a stranger does no harm.
+as {"$i": base64 of int32s}. Only the types named here can be read back, so that a stranger's file can do no harm.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from scheduler.sequence import Progress, SequenceGroup
 from scheduler.suspects import Conviction
 
 VERSION = 2
-# The calls that change a core, or may. `tests/test_record.py` asks for a word on each public method.
+# The calls that change a core, or may. `tests/test_record.py` demands a decision on each public method.
 INPUTS = (
     "submit",
     "set_deadline",
@@ -42,7 +42,7 @@ INPUTS = (
     "schedule",
     "update",
 )
-# What the digests of plans and of steps' outputs begin with; a checksum of the whole comes last.
+# The figures that begin the digests of plans and of steps' outputs; a checksum of the whole comes last.
 PLAN_FIGURES = ("step", "rows", "tokens", "preempted")
 OUTPUT_FIGURES = ("tokens", "finished", "failed")
 _DATACLASSES = (BeamParams, Policy, Progress, StepResult)
@@ -61,15 +61,15 @@ _DEFAULTS: dict[type, list[tuple[str, object]]] = {
 
 
 def to_line(value: object) -> bytes:
-    """A value as a line; TypeError for what holds a type that has no place in a record."""
+    """A value as a line; raises TypeError if it contains a type that has no place in a record."""
     return _ENCODER.encode(value).encode() + b"\n"
 
 
 def reader(find: Callable[[str, int], object] | None = None) -> json.JSONDecoder:
-    """Reads lines back.
+    """A decoder that reads lines back.
 
     Args:
-        find: gives what stood in a call by its number: "group" or "plan". None where no calls are read.
+        find: returns the "group" or "plan" that a call named by its number. None where no calls are read.
     """
 
     def decode(value: dict[str, object]) -> object:
@@ -83,7 +83,7 @@ def reader(find: Callable[[str, int], object] | None = None) -> json.JSONDecoder
 
 
 def digest(outcome: object) -> object:
-    """What a call decided, in few figures and a checksum that any other decision would hardly have."""
+    """What a call decided, as a few figures and a checksum that another decision is unlikely to share."""
     match outcome:
         case None:
             return None
@@ -105,12 +105,12 @@ def digest(outcome: object) -> object:
 
 
 def failure(error: Exception) -> str:
-    """The same for a call that raised."""
+    """The digest of a call that raised."""
     return f"{type(error).__name__}: {error}"
 
 
 def _encode(value: object) -> object:
-    """What JSON has no form for, under its tag."""
+    """A value that JSON cannot express, under its tag."""
     match value:
         case array():
             return {f"${value.typecode}": b64encode(value.tobytes()).decode()}
@@ -137,14 +137,14 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False, default
 
 
 def _is_default(value: object, default: object) -> bool:
-    """Whether a field need not be told: most columns of most steps are empty."""
+    """Whether a field can be left out: most columns of most steps are empty."""
     if isinstance(value, array) and not value:
         return default == ()
     return value == default
 
 
 def _from_tag(tag: str, content: object, find: Callable[[str, int], object] | None) -> object:
-    """What `_encode` made the content from; ValueError where that can not be."""
+    """The value from which `_encode` made the content; raises ValueError if it cannot have made it."""
     match tag, content:
         case (("i" | "f"), str()):
             column: array[int] | array[float] = array(tag)
@@ -163,7 +163,7 @@ def _from_tag(tag: str, content: object, find: Callable[[str, int], object] | No
 
 
 def _checksum(plan: Plan) -> int:
-    """Of all that a plan says."""
+    """A checksum of all that a plan says."""
     rows = plan.rows  # a column at a time, which takes half as long as a row at a time
     numbers = [row.group.number for row in rows] + [row.sequence.index for row in rows]
     extents = [row.start for row in rows] + [row.num_new_tokens for row in rows] + [len(row.samples) for row in rows]

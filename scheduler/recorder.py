@@ -1,4 +1,4 @@
-"""Writes a record while the scheduler serves: `record.py` says what is in it, `replay.py` reads it."""
+"""Writes a record while the scheduler serves: `record.py` defines its format, `replay.py` reads it."""
 
 import contextlib
 import io
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 class Recorder:
     """Writes down every call that changes a core, and what it decided.
 
-    A line is with the operating system before the call that it tells of is made, so what kills the scheduler does not
-    take it along. A file that can not be written any more, as on a full disk, ends the record and nothing else.
+    The line of a call is handed to the operating system before the call is made, so it survives whatever kills the
+    scheduler. If the file can no longer be written, as on a full disk, that ends the record and nothing else.
 
     Args:
-        file: to be written to; the recorder's from now on.
+        file: the file to write to; from now on the recorder's own.
         name: what the log calls it.
     """
 
@@ -36,17 +36,17 @@ class Recorder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """A recorder into a new file: `path`, or with a number behind it the first of that name that is not there yet.
+        """A recorder to a new file: `path`, or if that exists, `path` with the first number appended that is free.
 
-        A scheduler that is started again, with the same options, keeps the record of what ended the one before.
+        So a scheduler that is started again with the same options keeps the record of what ended the one before.
 
         Raises:
-            OSError: it can not be written.
+            OSError: the file cannot be written.
         """
         numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
         for candidate in itertools.chain([path], numbered):
             with contextlib.suppress(FileExistsError):
-                # A device or a pipe is there already, and a folder is refused.
+                # A device or a pipe exists already; a folder is refused by `open`.
                 mode = "w" if candidate.exists() and not candidate.is_file() else "x"
                 file = io.BufferedWriter(io.FileIO(candidate, mode, opener=_private))
                 break
@@ -54,7 +54,7 @@ class Recorder:
         return cls(file, str(candidate))
 
     def attach(self, core: Scheduler, worker: Mapping[str, str]) -> None:
-        """Records `core`, which is new, from now on; `worker` is what a reader should know of the worker."""
+        """Records `core`, which is new, from now on; `worker` is what a reader should know about the worker."""
         head = {"pagewire_record": VERSION, "pagewire": version("pagewire"), "worker": worker}
         clocks = {"time": time.time(), "clock": time.monotonic()}
         self._write(head | clocks | {"policy": core.policy, "pool": core.blocks})
@@ -70,7 +70,7 @@ class Recorder:
 
     def _recorded(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
         def call(*args: Any, **options: Any) -> object:
-            # What the core asks of itself follows from what it was asked, and a group that has ended stays as it is.
+            # The core's calls to itself follow from the call recorded, and a call for an ended group changes nothing.
             if self._inside or self._file is None or _ended(args):
                 return method(*args, **options)
             self._write([name, args, options])

@@ -1,7 +1,7 @@
-"""`python -m scheduler.replay`, which `pagewire replay` runs: looks again at what a recorded scheduler decided.
+"""`python -m scheduler.replay`, which `pagewire replay` runs: makes a recorded scheduler's decisions again.
 
-Prints what was recorded, and whether every decision is the same this time. Where one differs, the core is not the one
-that was recorded, or it depends on something that no call tells it.
+Prints what was recorded, and whether every decision is the same this time. If one differs, the core is not the one that
+was recorded, or it depends on something that no call tells it.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from scheduler.replayer import Call, NotReplayable, Replayer
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceGroup
 
-# Of a plan that differs so many rows are shown.
+# How many rows are shown of a plan that differs.
 _NUM_ROWS = 32
 
 
@@ -31,16 +31,16 @@ class NoSuchRequest(Exception):
 
 
 def replay(file: BinaryIO, *, check: bool = False, request_id: str | None = None) -> int:
-    """Replays a record, and prints what there is to say; gives the exit status: 0 if all is as it was, else 1.
+    """Replays a record, and prints what there is to say; returns the exit status: 0 if all is as it was, else 1.
 
     Args:
         file: the record.
-        check: whether to look at the core's invariants after each call.
+        check: whether to check the core's invariants after each call.
         request_id: a request whose story is told on the way.
 
     Raises:
-        NotReplayable: it is no record, or is damaged.
-        NoSuchRequest: `request_id` is not in it; all else has been said.
+        NotReplayable: the file is no record, or is damaged.
+        NoSuchRequest: `request_id` is not in it; everything else has been printed.
     """
     replayer = Replayer(file)
     core = replayer.core
@@ -96,7 +96,7 @@ def _figures(call: Call) -> Counter[str]:
 
 
 def _events(call: Call) -> Iterator[tuple[str, str]]:
-    """What a call did to requests, by their ids. Decodes are not told of: they go on where nothing else is told."""
+    """What a call did to requests: (request id, event). Decodes are left out: they go on where nothing else is said."""
     match call.outcome:
         case Exception() as error if call.name == "submit":
             yield call.options["request_id"], f"refused: {error}"
@@ -119,7 +119,7 @@ def _events(call: Call) -> Iterator[tuple[str, str]]:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What a plan does beside its rows."""
+    """What a plan does besides its rows: (request id, event)."""
     yield from ((preempted.group.request_id, f"preempted, {preempted.reason}") for preempted in plan.preempted)
     yield from ((group.request_id, "resumed") for group in plan.resumed)
     yield from ((dropped.group.request_id, f"dropped, {dropped.message}") for dropped in plan.dropped)
@@ -140,7 +140,7 @@ def _end(end: Finished) -> tuple[str, str]:
 
 
 def _difference(call: Call, step_id: int) -> Iterator[str]:
-    """A decision as it was and as it is: of the first nothing is known but the digest."""
+    """A decision as it was and as it is now; of the first, only the digest is known."""
     yield f"differs   step {step_id}, line {call.line}: {call.name} at {call.now:.3f} s"
     for word, digest in (("then", call.then), ("now", call.digest)):
         yield f"  {word:<6}  {_words(call, digest)}"
@@ -176,7 +176,7 @@ def _failure(call: Call) -> Iterator[str]:
 
 
 def _broken(core: Scheduler) -> str | None:
-    """Which invariant does not hold."""
+    """The invariant that does not hold; None if all do."""
     try:
         core.check()
     except AssertionError as error:
@@ -199,10 +199,10 @@ def main() -> None:
         except (NotReplayable, NoSuchRequest) as error:
             print(f"{parser.prog}: {arguments.file}: {error}", file=sys.stderr)
         sys.stdout.flush()
-    except OSError as error:  # of standard output, which may well be read to its first lines only
+    except OSError as error:  # from standard output, of which a reader may well want the first lines only
         if not isinstance(error, BrokenPipeError):
             print(f"{parser.prog}: standard output: {error.strerror}", file=sys.stderr)
-        # What is left to write would fail again at the end.
+        # What is left in the buffer would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 2
     sys.exit(status)

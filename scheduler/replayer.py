@@ -1,4 +1,4 @@
-"""A recorded scheduler that lives again, call by call: the core is pure, so the same calls decide the same."""
+"""Makes the calls of a record again, on a new core. The core is pure, so the same calls decide the same."""
 
 import json
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from scheduler.plan import Plan
 from scheduler.record import INPUTS, VERSION, digest, failure, reader
 from scheduler.scheduler import Scheduler
 
-# A first line longer than this is none of a record.
+# A file whose first line is longer than this is no record.
 _HEAD_BYTES = 1 << 16
 
 
 class NotReplayable(Exception):
-    """The file is no record, can not be read, is damaged, or is of another version; the message says which."""
+    """The file is no record, cannot be read, is damaged, or is of another version; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class Call:
 
     Attributes:
         line: where it stands in the record, counted from 1.
-        now: seconds since the record began, as far as the calls have told.
-        outcome: what it gave, or the exception that it raised.
-        then: the digest of what it gave when it was recorded.
-        ended: whether the record goes on to `then`. Without it nobody knows.
+        now: seconds from the beginning of the record to the last time that a call named.
+        outcome: what it returned, or the exception that it raised.
+        then: the digest of its outcome when it was recorded.
+        ended: whether the record has `then`; if not, that outcome is not known.
     """
 
     line: int
@@ -40,7 +40,7 @@ class Call:
 
     @property
     def digest(self) -> object:
-        """Of what it gave this time."""
+        """The digest of its outcome this time."""
         return failure(self.outcome) if isinstance(self.outcome, Exception) else digest(self.outcome)
 
 
@@ -51,12 +51,12 @@ class Replayer:
         file: a record, from its beginning.
 
     Attributes:
-        head: what the record says of itself.
-        core: as the calls so far have left it.
+        head: what the record says about itself.
+        core: the core, as the calls so far have left it.
         cut: whether the last line was cut off; known at the end.
 
     Raises:
-        NotReplayable: it is none.
+        NotReplayable: `file` is no record.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -66,7 +66,7 @@ class Replayer:
         self.cut = False
         self._line = 1
         self._now = 0.0
-        # Those that may still be answered.
+        # Plans that may still be answered, by step id.
         self._plans: dict[int, Plan] = {}
         self._reader = reader(self._find)
 
@@ -101,10 +101,10 @@ class Replayer:
         return outcome
 
     def _find(self, kind: str, number: int) -> object:
-        """What an argument stands for; KeyError if there is no such thing."""
+        """The group or plan that an argument stands for; raises KeyError if there is none."""
         if kind == "group":
             return self.core.queues.groups[number]
-        plan = self._plans[number]  # the oldest in flight, so that none before it comes any more
+        plan = self._plans[number]  # the oldest in flight: none before it is answered any more
         self._plans = {step_id: later for step_id, later in self._plans.items() if step_id > number}
         return plan
 

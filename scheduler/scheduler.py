@@ -6,7 +6,8 @@ is answered (`in_flight.py`). A pure state machine: no I/O, no clock, no randomn
 can drive every line of it and a recording can be replayed.
 
 A sequence has tokens, and some of them are computed. There are no phases: a prompt, a chunk of it, a decode and the
-recomputation after a preemption are all "compute the next tokens"; who reaches its last token samples one more.
+recomputation after a preemption are all "compute the next tokens"; a sequence that reaches its last token samples one
+more.
 """
 
 from array import array
@@ -41,7 +42,7 @@ from scheduler.queues import Queues
 from scheduler.sequence import Progress, Sequence, SequenceGroup, Status
 from scheduler.suspects import RUN_APART, Conviction, Suspects
 
-# Of the tokens of a step, those of one that suspects are tried in.
+# While suspects are on trial, the token budget of a step is divided by this.
 _TRIAL_BUDGET_DIVISOR = 4
 
 
@@ -49,13 +50,13 @@ class Scheduler:
     """Owns all groups from submission to their end.
 
     Attributes:
-        queues: where each of them is.
+        queues: where each group is.
+        rates: how fast the worker is, as measured.
+        num_prompt_tokens: prompt tokens of all groups admitted so far, each group counted once.
+        num_looked_up_tokens: how many of those were looked up in the prefix cache.
+        num_found_tokens: how many of those were found there.
         in_flight: the steps that the worker has not answered.
-        rates: what the worker's steps showed it can do.
         suspects: groups that may have killed a worker.
-        num_prompt_tokens: of the groups that were admitted once.
-        num_looked_up_tokens: those of them that were looked up in the prefix cache.
-        num_found_tokens: those that were found.
     """
 
     def __init__(self, policy: Policy, blocks: BlockManager) -> None:
@@ -75,9 +76,9 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._last_number = 0
         self._blocked: Blocked | None = None
-        # The group that the last plan could not let in, or back in, and what it lacked.
+        # The group that the last plan could not admit or swap in, and what it lacked.
         self._held_up: tuple[SequenceGroup, Reason] | None = None
-        # Whether the last classic step was one of prompts; and how long the last step with prompts took.
+        # Whether the last step, without chunked prefill, was a prefill step; how long the last step with prefill took.
         self._prefilled_last = False
         self._prefill_step_s = 0.0
 
@@ -108,7 +109,7 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float | None:
-        """The time at which `schedule` has a deadline to look at, if it has nothing else to do."""
+        """When `schedule` next has a deadline to check, even if it has nothing else to do; None for never."""
         return self._deadlines.next_time
 
     def submit(
@@ -133,8 +134,8 @@ class Scheduler:
     ) -> SequenceGroup:
         """Puts a new group into the waiting queue.
 
-        With `progress` it is one that was accepted elsewhere before, and whose sequences had output that there: the
-        queue's bounds do not apply to it, and the `waited_s` seconds since then count for its place.
+        With `progress`, another scheduler had accepted the group, and its sequences had that output there: the queue's
+        bounds do not apply to it, and the `waited_s` seconds since then count towards its place in the queue.
 
         Raises:
             ValueError: no prompt, no tokens wanted, more sequences than can ever run together, no such priority, a
@@ -174,7 +175,7 @@ class Scheduler:
         return group
 
     def set_deadline(self, group: SequenceGroup, deadline: float | None) -> None:
-        """Somebody else waits for a group from now on, until `deadline`; for ever without one."""
+        """The group has another client, which waits until `deadline`; None: for ever."""
         self._deadlines.forget(group)
         group.deadline = deadline
         if deadline is not None:
@@ -189,12 +190,12 @@ class Scheduler:
         """Ends one sequence, in whose text the router found a stop string; the group's others go on.
 
         Args:
-            group: of which the sequence is.
-            sequence_index: which one.
+            group: the sequence's group.
+            sequence_index: its index in the group.
             num_tokens: output tokens up to the stop string's end; those sampled since are dropped. None keeps all.
 
         Returns:
-            None when it has ended already, or is a beam: of their text nobody knows.
+            None if it has already ended, or is a beam, whose text no router has seen.
         """
         for sequence in group.live if group.beam is None else ():
             if sequence.index == sequence_index:
@@ -206,7 +207,7 @@ class Scheduler:
         return None
 
     def preempt(self, group: SequenceGroup, by: SequenceGroup | None = None) -> Preemption:
-        """Takes a running group's blocks, by the way that the policy chooses, until it is its turn again."""
+        """Takes a running group's blocks, in the mode that the policy chooses, until its turn comes again."""
         assert group.status is Status.RUNNING, f"a group that is {group.status.name} has no blocks to take"
         return self._preempt(group, *choose_mode(group, self.policy.preemption_mode, self.blocks, self.rates), by)
 
@@ -226,14 +227,15 @@ class Scheduler:
         return Preemption(group, mode, reason)
 
     def requeue_running(self, *, in_order: bool = False) -> tuple[list[SequenceGroup], Conviction | None]:
-        """The worker is gone, all KV and the steps in flight with it: every group goes back into the waiting queue.
+        """Puts every group back into the waiting queue: the worker is gone, with all KV and the steps in flight.
 
         Args:
-            in_order: whether it left by itself, and has not run what it did not answer. Else that may have killed it.
+            in_order: whether the worker left in order, without running the steps that it did not answer. Otherwise one
+                of them may have killed it.
 
         Returns:
-            Those that ran, or for which something was in flight: to be computed again. And the one among them that is
-            given up instead, and has ended.
+            The groups that were running or had something in flight, which have to be computed again; and the conviction
+            of the one among them, if any, that is given up instead and has ended.
         """
         groups = self.queues.groups.values()
         lost = [group for group in groups if group.status is Status.RUNNING or self.in_flight.hold(group)]
@@ -246,7 +248,7 @@ class Scheduler:
         return lost, conviction
 
     def replace_pool(self, blocks: BlockManager) -> None:
-        """Takes other pools, of a new worker, while nothing holds blocks; requests too long for them end earlier."""
+        """Takes a new worker's pools, while nothing holds blocks; requests too long for them will end earlier."""
         assert not self.queues.running + self.queues.swapped, "blocks are held"
         self._blocked = None
         self.queues.blocks = blocks
@@ -254,12 +256,12 @@ class Scheduler:
             self._cap(group)
 
     def _cap(self, group: SequenceGroup) -> None:
-        """Bounds the output of its sequences that have not ended by what the pool holds of them."""
+        """Bounds the output of a group's unfinished sequences by what the pool can hold."""
         most = max_tokens_that_fit(group.num_prompt_tokens, group.num_seqs, self.blocks)
         group.cap(min(group.wanted_max_tokens, most))
 
     def set_num_concurrent_steps(self, num_steps: int) -> None:
-        """Takes how many steps a new worker works at, at the same time, while none is in flight."""
+        """Sets how many steps a new worker works on at the same time; none may be in flight now."""
         assert not self.in_flight, "steps are in flight"
         self.in_flight.num_concurrent = num_steps
         for group in self.queues.groups.values():
@@ -267,15 +269,15 @@ class Scheduler:
             group.cap(group.max_tokens)
 
     def note_swap(self, num_blocks: int, swap_s: float) -> None:
-        """Takes what a worker measured of its swapping before its first step."""
+        """Takes how long the worker took to swap blocks: in a step, or when it measured this before its first."""
         self.rates.note_swap(num_blocks, swap_s / self.in_flight.num_concurrent)
 
     def schedule(self, now: float) -> Plan:
         """Plans one step.
 
-        What runs goes first, oldest first; then what was swapped out comes back; then new groups come in, as long as
-        there are tokens in the budget, sequences and blocks. Without chunked prefill, steps of prompts and steps of
-        decodes take turns while there are both.
+        Running groups go first, oldest first; then swapped groups come back; then waiting groups are admitted, as long
+        as the budgets of tokens and sequences and the free blocks allow. Without chunked prefill, prefill steps and
+        decode steps alternate while there is work for both.
         """
         self.in_flight.check_room()
         self.num_steps += 1
@@ -316,11 +318,11 @@ class Scheduler:
     def update(self, plan: Plan, result: StepResult) -> StepOutputs:
         """Takes the tokens of the oldest step in flight: appends them, forks beams, ends what is finished.
 
-        Sequences that ended while the step ran are passed over.
+        Sequences that ended while the step ran are skipped.
         """
         if plan.rows:
             self.in_flight.answer(plan.step_id)
-        # What is spent on one of several steps at once holds the others up for a share of it.
+        # Of several steps at once, each holds the others up for only a share of its own time.
         step_s = result.step_s / self.in_flight.num_concurrent
         if plan.num_prefill_tokens:
             self._prefill_step_s = step_s
@@ -338,34 +340,35 @@ class Scheduler:
 
     @property
     def _budget(self) -> int:
-        """Tokens of the next step at most: few on a trial, for all to go on soon after a loss, one after the other."""
+        """The next step's token budget; small while suspects are on trial, so that streams resume soon after a loss."""
         most = self.policy.max_num_batched_tokens
         return max(self.policy.max_num_seqs, most // _TRIAL_BUDGET_DIVISOR) if self.suspects else most
 
     @property
     def _rates_to_refuse_by(self) -> Rates:
-        """By what a deadline is said to be out of reach: by nothing while nothing runs.
+        """The rates by which a deadline counts as out of reach; none are used while nothing runs.
 
-        To try costs nobody anything then, and is measured. Else a step that was slow once would be the last one.
+        Trying then costs nobody anything, and gives a new measurement. Otherwise one slow step could refuse every later
+        request.
         """
         return self.rates if self.queues.running or self.in_flight else Rates()
 
     # What runs
 
     def _schedule_running(self, plan: Plan, prefilling: bool | None = None) -> None:
-        """Rows for the running groups, or for those of them that are `prefilling` or not."""
+        """Adds rows for the running groups: all, or only those that are prefilling, or only those that are not."""
         has_slots, blocks, cached = self.blocks.has_slots, self.blocks, self.policy.prefix_caching
         groups = [group for group in self.queues.running if prefilling is None or prefilling == group.prefilling]
         if (num_lanes := self.in_flight.num_concurrent) > 1:
             groups = deal(groups, num_lanes, self.in_flight.num_free)
         running = Status.RUNNING
-        # Every row gets a token. What they leave of the budget goes to longer chunks, oldest first.
+        # Every row gets one token. The rest of the budget goes to longer chunks, oldest first.
         chunk_budget = self._budget - sum([group.num_rows for group in groups])
         for group in groups:
             sequence = group.live[0]
             if sequence.status is not running:
                 break  # preempted for an older one, and so are all behind it
-            # What nearly all rows are: one more token, into a block that is begun.
+            # Nearly all rows are like this: one more token, with a slot in a block that the sequence has.
             if (
                 group.forked
                 and len(group.live) == 1
@@ -377,10 +380,10 @@ class Scheduler:
                 chunk_budget -= self._schedule_group(plan, group, chunk_budget)
 
     def _schedule_group(self, plan: Plan, group: SequenceGroup, chunk_budget: int) -> int:
-        """Rows for all sequences of a running group, or for none where it is preempted itself.
+        """Adds rows for all sequences of a running group, or for none if the group itself is preempted.
 
         Returns:
-            Tokens that were taken from `chunk_budget`: all but the first of each row.
+            Tokens taken from `chunk_budget`: all but the first of each row.
         """
         blocks = self.blocks
         num_extra, rows, growth = 0, [], []
@@ -399,10 +402,10 @@ class Scheduler:
         return num_extra
 
     def _reserve(self, plan: Plan, group: SequenceGroup, growth: list[tuple[Sequence, int]]) -> bool:
-        """Gets blocks for the next tokens of a group, from the groups of the highest ranks where too few are free.
+        """Gets blocks for a group's next tokens; while too few are free, preempts the group of the highest rank.
 
         Returns:
-            False when that came down to the group itself, which is preempted then.
+            False if that was at last the group itself, which is then preempted.
         """
         while self.blocks.num_blocks_to_append(growth) > self.blocks.num_free:
             victim = self.queues.running[-1]
@@ -429,12 +432,12 @@ class Scheduler:
             plan.resumed.append(group)
             self.num_swap_ins += 1
             if self.policy.prefix_caching:
-                for sequence in group.live:  # all at once, so that those who share a block agree on what it holds
+                for sequence in group.live:  # all at once, so that those that share a block agree on what it holds
                     self.blocks.remember(group, sequence, sequence.num_computed_tokens)
             self._schedule_group(plan, group, self._budget - plan.num_tokens - group.num_rows)
 
     def _why_not_back(self, group: SequenceGroup, plan: Plan) -> Reason | None:
-        """What keeps the first of the swapped groups out; blocks, where others have just lost theirs."""
+        """What keeps the first swapped group out, if anything; BLOCKS, if others have just lost theirs."""
         if self.in_flight.hold(group):
             return Reason.NEXT_STEP
         if self._budget - plan.num_tokens < group.num_rows:
@@ -442,20 +445,20 @@ class Scheduler:
         if plan.preempted or self._is_blocked(group):
             return Reason.BLOCKS
         num_blocks = num_blocks_to_swap_in(group, self.blocks) + self.num_reserved()
-        if self.queues.running and num_blocks > self.blocks.num_free:  # alone it fits: its max_tokens sees to that
+        if self.queues.running and num_blocks > self.blocks.num_free:  # alone it fits: its max_tokens ensures that
             self._blocked = Blocked(group, num_blocks)
             return Reason.BLOCKS
         return None
 
     def _admit(self, plan: Plan, now: float) -> None:
-        """Lets waiting groups in, in turn; the first that can not come in holds up all others: nobody is overtaken."""
+        """Admits waiting groups in turn; the first that cannot come in holds up all others: none is overtaken."""
         while (group := self.suspects.head_of(self.queues.waiting)) and not self.queues.swapped:
             if (reason := self._let_in(group, plan, now)) is not None:
                 self._held_up = (group, reason)
                 return
 
     def _let_in(self, group: SequenceGroup, plan: Plan, now: float) -> Reason | None:
-        """Lets the first of the waiting groups in, or ends it if it can not run, or not in time; else what it lacks."""
+        """Admits the first waiting group, or ends it if it cannot run, or not in time; else returns what it lacks."""
         num_tokens_left = self._budget - plan.num_tokens
         if (reason := self._why_not_yet(group, plan, num_tokens_left, now)) is not None:
             return reason
@@ -498,7 +501,7 @@ class Scheduler:
         self.num_found_tokens += group.num_cached_prompt_tokens
 
     def _why_not_yet(self, group: SequenceGroup, plan: Plan, num_tokens_left: int, now: float) -> Reason | None:
-        """What keeps the first of the waiting groups out, as far as that can be said without looking at its tokens."""
+        """What keeps the first waiting group out, if anything, as far as one can tell without looking at its tokens."""
         if self.in_flight.hold(group):
             return Reason.NEXT_STEP
         if plan.preempted or self._is_blocked(group):
@@ -512,11 +515,11 @@ class Scheduler:
         return Reason.DELAY if self.queues.running and now - group.arrival < delay_s else None
 
     def held_up(self, group: SequenceGroup) -> Reason | None:
-        """What the first of a queue lacked in the last plan; None when nothing is in its way any more, or was yet."""
+        """What held this group up in the last plan; None if nothing did, or no plan has looked at it yet."""
         return self._held_up[1] if self._held_up is not None and self._held_up[0] is group else None
 
     def num_reserved(self) -> int:
-        """Blocks that newcomers leave free, so that what runs can grow; none when nothing runs."""
+        """Blocks that admission leaves free (the watermark), so that what runs can grow; none when nothing runs."""
         return int(self.policy.watermark * self.blocks.num_blocks) if self.queues.running else 0
 
     def _is_blocked(self, group: SequenceGroup) -> bool:

@@ -34,7 +34,7 @@ _LEGAL = {
     Status.WAITING: {
         Status.RUNNING,
         Status.FINISHED_STOPPED,
-        Status.FINISHED_LENGTH_CAPPED,  # preempted for ever: its pool was replaced by a smaller one
+        Status.FINISHED_LENGTH_CAPPED,  # its last token came after it was preempted, or a smaller pool has no more room
         Status.FINISHED_ABORTED,
         Status.FINISHED_IGNORED,
     },
@@ -57,10 +57,10 @@ _LEGAL = {
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a sequence had output when its request was begun elsewhere.
+    """What a sequence had output at another scheduler, where its request began.
 
     Attributes:
-        ended: nothing more is wanted of it.
+        ended: no more output is wanted of it.
     """
 
     token_ids: "array[int]"
@@ -72,19 +72,19 @@ class Sequence:
     """One run of token ids, prompt first, with its block table.
 
     Attributes:
-        index: which of its group's sequences; from 0.
+        index: its place in its group, from 0.
+        num_tokens: prompt and output tokens together.
+        num_expected_tokens: the same, plus those that steps in flight will sample, as far as they can be counted on.
+        num_computed_tokens: how many of these have their KV in the blocks, or get it from a step in flight.
         output_token_ids: tokens sampled so far. The last one's KV is not computed yet.
         output_logprobs: the log-probability of each.
-        logprobs: with the most probable tokens beside each; None where the client does not want them.
-        num_tokens: prompt and output together.
-        num_expected_tokens: the same with those that steps in flight sample, as far as they can be counted on.
-        num_computed_tokens: how many of these have their KV in the blocks, or get it from a step in flight.
+        logprobs: the same with ranks and the most probable tokens; None where the client does not want them.
         block_table: physical block of each logical one. Only the block manager writes it.
-        swap_table: while swapped, the swap pool's block of each logical one. Only the block manager writes it.
-        contents: number in the prefix cache of what each full block holds. Only the block manager writes it.
-        cumulative_logprob: sum over the output.
-        num_taken_up: output tokens that another scheduler had sampled.
+        swap_table: while swapped, the swap pool's block for each logical one. Only the block manager writes it.
+        contents: for each full block, the prefix cache's number of its content. Only the block manager writes it.
+        cumulative_logprob: the sum of the output's log-probabilities.
         stop_token_id: the sampled id that stopped it, if one did.
+        num_taken_up: output tokens that another scheduler had sampled.
     """
 
     __slots__ = (
@@ -121,7 +121,7 @@ class Sequence:
         self.status = Status.WAITING
 
     def append(self, token_id: int, logprob: float) -> None:
-        """Takes a sampled token, which was expected or was not."""
+        """Appends a sampled token, whether or not it was expected."""
         self.output_token_ids.append(token_id)
         self.output_logprobs.append(logprob)
         self.num_tokens += 1
@@ -130,7 +130,7 @@ class Sequence:
         self.cumulative_logprob += logprob
 
     def go_on_from(self, begun: Progress) -> None:
-        """Takes tokens that were sampled elsewhere; of the log-probability of each nothing is known here."""
+        """Takes tokens that another scheduler sampled; their single log-probabilities are not known here."""
         self.output_token_ids = begun.token_ids
         self.num_taken_up = len(begun.token_ids)
         self.output_logprobs = array("f", bytes(4 * len(begun.token_ids)))
@@ -150,7 +150,7 @@ class Sequence:
             self.logprobs.cut(num_output_tokens)
 
     def fork(self, into: "Sequence | int") -> "Sequence":
-        """A sequence of the same tokens: another one that forgets its own, or a new one of this index."""
+        """Returns a sequence with the same tokens: `into` itself, which loses its own, or a new one with that index."""
         child = Sequence(into, self.num_tokens) if isinstance(into, int) else into
         child.num_tokens = self.num_tokens
         child.num_expected_tokens = self.num_expected_tokens
@@ -161,7 +161,7 @@ class Sequence:
         return child
 
     def move_to(self, status: Status) -> None:
-        """Changes status; AssertionError on a change that no rule allows."""
+        """Changes status; raises AssertionError if the change is not legal."""
         assert status in _LEGAL.get(self.status, ()), f"sequence {self.index}: {self.status.name} -> {status.name}"
         self.status = status
 
@@ -176,37 +176,37 @@ class SequenceGroup:
     Attributes:
         number: the scheduler's number of the request, in order of arrival.
         n: sequences that the client gets.
-        wanted_max_tokens: output tokens of each sequence that the client wants at most.
-        max_tokens: those that it gets: no more than the pool holds. Set by `cap`.
-        runs_ahead: whether a sequence may be planned on behind a step that samples for it and is not answered.
-        expects_below: a sequence shorter than this counts on the token that a planned step samples for it. On its last
-            one it does not, which is never computed, nor does a beam, whose tokens only the search chooses. Set by
-            `cap`.
+        max_tokens: the most output tokens that each sequence gets: no more than the pool can hold. Set by `cap`.
         min_tokens: output tokens before which no stop id ends a sequence.
-        sampling: for the worker; read here only for what the worker is to be told of, and to tell.
+        sampling: for the worker; read here only for what the worker has to be told, or has to report.
         arrival: time of submission, s.
-        rank: who goes first: the least. Unique.
-        salt: groups of different salts never share blocks.
-        tenant: who is served; groups of one tenant wait for each other.
-        tenant_weight: its share, beside those of others.
-        deadline: time after which nobody waits for it, s; None for never.
+        rank: its place in the queues: the least goes first. Unique.
+        salt: groups with different salts never share blocks.
+        tenant: whose request it is; groups of one tenant wait for each other.
+        tenant_weight: the tenant's share of the service, relative to the weights of others.
+        deadline: time after which its client does not wait any longer, s; None for never.
         beam: set for a beam search, whose sequences come and go; it starts with one.
-        sequences: all that the client gets, by index; of a beam search those that are searched, until it has ended.
-        live: its unfinished sequences, by index; of a beam search by probability.
-        forked: whether all live sequences have blocks.
-        first_scheduled: time of the first plan that held it, s.
-        preempted_by: the request that got its blocks the last time.
-        preemption_reason: in words, by which way it lost them then, and why.
-        num_cached_prompt_tokens: prompt tokens whose KV was there already when it was first admitted.
-        returns_after: the last step that was in flight when it was preempted. What the step samples for it is still
-            taken, so it does not run again before.
-        known_to_worker: whether a plan has brought it to the worker.
-        penalized: whether what is sampled depends on all tokens before, which the worker has to be told.
-        num_top_logprobs: tokens that each output token is told with; None where the client does not want to know.
-        prompt_logprobs: of the prompt's tokens but the first, as far as they are computed; None like num_top_logprobs.
+        runs_ahead: whether more may be planned for a sequence before the step that samples its last token is answered.
+        wanted_max_tokens: the most output tokens of each sequence that the client wants.
+        sequences: all that the client gets, by index; of a beam search, its beams until it has ended.
+        live: its unfinished sequences, by index; those of a beam search, most probable first.
+        expects_below: a sequence shorter than this counts on the token that a planned step samples for it. It does not
+            count on its last token, whose KV is never computed; and a beam counts on none, since only the search
+            chooses its tokens. Set by `cap`.
+        forked: whether no live sequence has still to fork from the root.
+        first_scheduled: time of the first plan that contained it, s.
+        preempted_by: the request that its last preemption made room for; empty for none.
+        preemption_reason: the mode of its last preemption, and why, in words.
+        num_cached_prompt_tokens: prompt tokens whose KV was in the prefix cache when it was first admitted.
+        returns_after: the last step in flight when it was preempted. What that step samples for it still counts, so it
+            does not run again before the answer.
+        known_to_worker: whether a plan has introduced it to the worker.
+        penalized: whether sampling depends on all earlier tokens, which the worker then has to be told.
+        num_top_logprobs: most probable tokens reported with each output token; None if the client wants no logprobs.
+        prompt_logprobs: those of the prompt's tokens but the first, as far as computed; None if the client wants none.
         num_told: how many of these are there, or come with a step in flight.
-        taken_up: whether what it had output elsewhere is not all known here.
-        deadline_entry: which entry of `Deadlines` is its; 0 for none.
+        taken_up: whether it goes on from output of another scheduler, whose log-probabilities are not known here.
+        deadline_entry: the number of its valid entry in `Deadlines`; 0 for none.
     """
 
     number: int
@@ -273,7 +273,7 @@ class SequenceGroup:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that may run of it at once, as `max_num_seqs` counts them."""
+        """How many of its sequences may run at once, as `max_num_seqs` counts them."""
         if self.beam is not None and self.live:
             return self.beam.width
         return len(self.live)
@@ -285,26 +285,26 @@ class SequenceGroup:
 
     @property
     def status(self) -> Status:
-        """The status of its live sequences, who share it; of an ended group that of its first."""
+        """The status that its live sequences share; once it has ended, that of its first sequence."""
         return (self.live or self.sequences)[0].status
 
     @property
     def prefilling(self) -> bool:
-        """Whether more of it has to be computed than the token that was sampled last."""
+        """Whether more has to be computed than the last token of each sequence."""
         if not self.forked:
             return True
         return any(sequence.num_expected_tokens - sequence.num_computed_tokens > 1 for sequence in self.live)
 
     @property
     def num_rows(self) -> int:
-        """Sequences of it that compute tokens in a step."""
+        """How many of its sequences compute tokens in a step."""
         return len(self.live) if self.forked else 1
 
     def targets(self) -> list[tuple[Sequence, int]]:
-        """The sequences that have blocks, each with how many of its tokens can be computed now.
+        """The sequences that compute tokens, each with the number of tokens up to which it can be computed now.
 
-        A root that others fork from stops at the prompt's end. Beams sample in the same step or not at all, so one that
-        is ahead of the others, which are computed again, waits before its last token.
+        A root that others fork from stops at the prompt's end. Beams sample in the same step or not at all, so a beam
+        that is ahead waits before its last token while others are recomputed.
         """
         if not self.forked:
             return [(self.root, self.num_prompt_tokens)]
@@ -313,25 +313,25 @@ class SequenceGroup:
 
     @property
     def owes_prompt_logprobs(self) -> bool:
-        """Whether the prompt has to be computed, though its KV may be cached, to tell of its tokens."""
+        """Whether the prompt has to be computed, even if its KV is cached, to get its log-probabilities."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def can_be_drafted_for(self) -> bool:
-        """Whether it can be guessed what its sequences sample: not what a search chooses, nor behind penalties."""
+        """Whether its sequences can have drafts: not in a beam search, which chooses the tokens, nor with penalties."""
         return self.beam is None and not self.penalized
 
     def cap(self, max_tokens: int) -> None:
-        """Sets how many output tokens each sequence gets at most."""
+        """Sets the most output tokens that each sequence gets."""
         self.max_tokens = max_tokens
         counts_on_samples = self.runs_ahead and self.beam is None
         self.expects_below = self.num_prompt_tokens + max_tokens - 1 if counts_on_samples else 0
 
     def take_up(self, progress: Iterable[Progress]) -> None:
-        """Goes on from what its sequences had output elsewhere, as if they had been preempted since.
+        """Goes on from what its sequences had output at another scheduler, as if they had been preempted since.
 
         Raises:
-            ValueError: that is not of as many sequences, leaves nothing to do, or has some begun and others not.
+            ValueError: `progress` has more or fewer sequences, leaves nothing to do, or has output for only some.
         """
         for sequence, begun in zip(self.sequences, progress, strict=True):
             if begun.ended:
@@ -349,7 +349,7 @@ class SequenceGroup:
         self.taken_up = True
 
     def forget_steps_in_flight(self) -> None:
-        """They are lost: nothing of what they were to sample and to tell will come."""
+        """Expects nothing more of the steps in flight: they are lost, and what they were to sample with them."""
         for sequence in self.live:
             sequence.num_expected_tokens = sequence.num_tokens
         self.num_told = len(self.prompt_logprobs) if self.prompt_logprobs is not None else 0

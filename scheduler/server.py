@@ -1,4 +1,8 @@
-"""The scheduler's gRPC front: sessions with routers. It translates messages to calls of the core, no more."""
+"""The scheduler's gRPC front: sessions with routers.
+
+It turns a router's messages into calls of the core; and it owns leases, takeovers of requests, load reports and
+draining.
+"""
 
 import asyncio
 import logging
@@ -33,10 +37,10 @@ log = logging.getLogger(__name__)
 
 
 class SessionService:
-    """Answers routers.
+    """Serves routers.
 
     Args:
-        epoch: names this life of the scheduler.
+        epoch: names this incarnation of the scheduler.
     """
 
     def __init__(self, settings: SchedulerSettings, loop: SchedulerLoop, sessions: Sessions, epoch: int) -> None:
@@ -49,7 +53,7 @@ class SessionService:
         self._leases: dict[str, asyncio.TimerHandle] = {}
 
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext) -> None:
-        """One router's stream; its end starts the lease of the router's requests."""
+        """Serves one router's stream; its end starts the lease of the router's requests."""
         first = await context.read()
         if first is grpc.aio.EOF or first.WhichOneof("message") != "hello":
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "NO_HELLO", "a session opens with Hello")
@@ -73,7 +77,7 @@ class SessionService:
             ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # First of all, since whoever waits can be cancelled.
+            # This comes first: every `await` here may be cancelled.
             if self._sessions.disconnect(session, outbox):
                 live = sum(bool(ticket.group.live) for ticket in session.tickets.values())
                 log.info("router disconnected", extra={"router_id": session.router_id, "live": live})
@@ -84,7 +88,7 @@ class SessionService:
         for result in results:
             if isinstance(result, Exception) and not isinstance(
                 result, grpc.aio.BaseError
-            ):  # which is gRPC's: it broke
+            ):  # a BaseError is gRPC's: the stream broke
                 raise result
 
     async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> pb.GetStateResponse:
@@ -102,14 +106,14 @@ class SessionService:
         if ticket is None:
             message = f"request_id: no live request is called {request.request_id[:128]!r}"
             raise Refusal(grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND", message)
-        if request.briefly:  # to find its place in the queue takes milliseconds where thousands wait
+        if request.briefly:  # finding its place in the queue takes milliseconds where thousands wait
             return pb.ExplainResponse()
         return describe_request(core, self._loop, ticket.group, time.monotonic())
 
     async def report_load(self) -> None:
-        """Tells every router the load when it changed: within a second, and at once when serving begins or ends.
+        """Tells every router the load when it has changed: within a second, and at once when serving begins or ends.
 
-        And of another worker what it has beside the load, if that is not as it was.
+        What another worker says of its model is told too, if it is not as before.
         """
         told = None
         while True:
@@ -134,14 +138,14 @@ class SessionService:
         )
 
     def drain(self, grace_s: float) -> None:
-        """Refuses new requests and tells every router so; what is live goes on."""
+        """Refuses new requests from now on, and tells every router so; live requests go on."""
         self._draining = True
         for session in self._sessions:
             if session.outbox is not None:
                 session.outbox.put(_drain(grace_s))
 
     def close(self) -> None:
-        """Ends all streams once they have taken what is left for them; stop() would wait its whole grace for them."""
+        """Ends each stream once it has taken what is left for it; stop() would wait its whole grace for open ones."""
         for session in self._sessions:
             if session.outbox is not None:
                 session.outbox.close()
@@ -182,7 +186,7 @@ class SessionService:
     async def _read(self, session: RouterSession, outbox: Outbox, context: grpc.aio.ServicerContext) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
             if session.outbox is not outbox:
-                return  # the router has opened a newer stream, and said there what counts
+                return  # the router has opened a newer stream, and what counts is said there
             match message.WhichOneof("message"):
                 case "submit":
                     self._submit(session, outbox, message.submit)
@@ -199,7 +203,7 @@ class SessionService:
             if _takes_over(known, submit):
                 known = self._adopt(known, session, submit)
             elif known.session.outbox is None and not submit.HasField("continuation"):
-                known = None  # of a router that is away, perhaps for ever; its client may be who asks again now
+                known = None  # its router is away, perhaps for ever; it may be the same client that asks again now
             else:
                 message = f"request id {submit.request_id!r} is in use by a live request"
                 in_use = Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", message)
@@ -223,7 +227,7 @@ class SessionService:
         return outbox.put(pb.SessionResponse(accepted=accepted))
 
     def _adopt(self, ticket: Ticket, session: RouterSession, submit: pb.Submit) -> Ticket | None:
-        """Gives a live request to another call; None if it ended instead, since it is not to be told from the start."""
+        """Gives a live request to another call; if it cannot be told from its start, ends it and returns None."""
         log.info("request taken over", extra={"request_id": submit.request_id, "router_id": session.router_id})
         group = ticket.group
         wanted = (group.prompt_token_ids, group.sampling, group.n, group.wanted_max_tokens)
@@ -233,7 +237,7 @@ class SessionService:
             lost = ticket.session
             self._sessions.adopt(ticket, session, submit.handle)
             if lost.router_id in self._leases:
-                self._begin_lease(lost)  # its clients come one by one, and of thousands the last one late
+                self._begin_lease(lost)  # clients move one by one, and the last of thousands comes late
             return ticket
         self._core().abort(group)
         self._sessions.reject(ticket, taken_over(), time.monotonic())
@@ -284,7 +288,7 @@ class SessionService:
                 self._loop.wake()
 
     def _begin_lease(self, session: RouterSession) -> None:
-        """From now on, also where it had begun."""
+        """Starts the session's lease; starts it anew if it is running."""
         if lease := self._leases.pop(session.router_id, None):
             lease.cancel()
         loop = asyncio.get_running_loop()
@@ -321,12 +325,12 @@ def _model(info: GetInfoResponse) -> pb.ModelInfo:
 
 
 def _takes_over(ticket: Ticket, submit: pb.Submit) -> bool:
-    """Whether a live request is the submission's from now on: it asks for it, or finds it left to its lease.
+    """Whether a submission takes over a live request: it asks to, or the request is left to its lease.
 
-    Left, it is of a router that is gone, and the same request went on at another scheduler meanwhile.
+    Such a request is that of a router that is gone, and has gone on at another scheduler meanwhile.
     """
     group, left = ticket.group, submit.HasField("continuation") and ticket.session.outbox is None
-    # Nobody but who made the request knows its seed.
+    # Only the client that made the request knows its seed.
     return (submit.adopt or left) and group.sampling is not None and group.sampling.seed == submit.sampling.seed
 
 

@@ -1,7 +1,7 @@
-"""Sessions: whose request is which group, and what each router has still to be told. A TOKEN LEAVES THE SCHEDULER HERE.
+"""Sessions: whose request each group is, and what each router has yet to be told. A TOKEN LEAVES THE SCHEDULER HERE.
 
-A router's stream may break and come back; its requests live here meanwhile, for the lease. A slow socket never holds up
-the loop: what it has not taken is merged, so that an outbox is bounded by the live output it describes.
+A router's stream may break and come back; its requests live on here meanwhile, for the lease. A slow socket never holds
+up the loop: what it has not taken is merged, so that an outbox is bounded by the live output that it describes.
 """
 
 import asyncio
@@ -27,23 +27,24 @@ _FINISH_STATUS = {
 }
 
 
-# Of a message: tokens, and what is told of their places, about 8 bytes each. A router takes 64 MiB at once.
+# The most entries of a message: tokens, and log-probabilities at their places, of about 8 bytes each. A router takes
+# messages of up to 64 MiB.
 _MOST_ENTRIES = 1_000_000
 # (handle, sequence index)
 Key = tuple[int, int]
-# Index of the first token, tokens, the log-probability of each.
+# Index of the first token, the tokens, the log-probability of each.
 Row = tuple[int, "array[int]", "array[float]"]
 
 
 class Outbox:
-    """What a router has still to be told, merged while its socket is slow."""
+    """What a router has yet to be told, merged while its socket is slow."""
 
     def __init__(self) -> None:
         self._messages: deque[pb.SessionResponse] = deque()
         self._load: Callable[[], pb.Load] | None = None
         self._told_load: pb.Load | None = None
         self._rows: dict[Key, Row] = {}
-        # Log-probabilities of the tokens, of requests that asked.
+        # Log-probabilities of the tokens, for requests that asked for them.
         self._logprobs: dict[Key, Logprobs] = {}
         # handle -> log-probabilities of the prompt's tokens
         self._prompts: dict[int, Logprobs] = {}
@@ -54,25 +55,25 @@ class Outbox:
         self._filled = asyncio.Event()
 
     def close(self) -> None:
-        """Nothing more will be put."""
+        """Lets `take` end once all has been taken; nothing more will be put."""
         self._closed = True
         self._filled.set()
 
     def put(self, message: pb.SessionResponse) -> None:
-        """Queues an answer to something the router sent."""
+        """Queues a message to the router; it goes before what is merged."""
         self._messages.append(message)
         self._filled.set()
 
     def put_load(self, load: Callable[[], pb.Load]) -> None:
-        """Queues the load if it is another one than was told last, when all else has been taken.
+        """Queues the load, to go when all else has been taken, if it differs from the load sent last.
 
-        It is asked for then: a router adds what it did since to what it is told.
+        `load` is called only then: a router adds to a load what it has done since receiving it.
         """
         self._load = load
         self._filled.set()
 
     def put_tokens(self, handle: int, sequence: Sequence, first_index: int) -> None:
-        """Queues a sequence's output from `first_index` on, behind what still waits of it."""
+        """Queues a sequence's output from `first_index` on, behind that which still waits."""
         key = (handle, sequence.index)
         token_ids, token_logprobs = sequence.output_token_ids[first_index:], sequence.output_logprobs[first_index:]
         row = self._rows.get(key)
@@ -91,7 +92,7 @@ class Outbox:
         self._filled.set()
 
     def put_prompt_logprobs(self, handle: int, logprobs: Logprobs) -> None:
-        """Queues what a request wants to know of its prompt, to go with its first tokens."""
+        """Queues the log-probabilities of a request's prompt, to go with its first tokens."""
         self._prompts[handle] = logprobs
         self._filled.set()
 
@@ -106,7 +107,7 @@ class Outbox:
         self._filled.set()
 
     def drop(self, handle: int, num_sequences: int) -> None:
-        """Forgets the output that waits of a request: who gives it up may send it again under the same handle."""
+        """Forgets a request's output that still waits: the router may submit it again under the same handle."""
         for key in ((handle, index) for index in range(num_sequences)):
             self._rows.pop(key, None)
             self._logprobs.pop(key, None)
@@ -134,7 +135,7 @@ class Outbox:
             self._filled.clear()
 
     def _take_rejected(self) -> pb.Rejected | None:
-        """One of those whose requests have nothing more to tell."""
+        """One of the errors whose requests have no more output to go before it; None if there is none."""
         if not self._rejected:
             return None
         telling = {handle for handle, _ in self._rows}
@@ -143,7 +144,7 @@ class Outbox:
 
     def _take_outputs(self) -> pb.SessionResponse:
         rows, logprobs, prompts = self._take_rows()
-        # An end goes with the last tokens.
+        # The end of a sequence goes with its last tokens.
         finished = [end for end in self._finished if (end.handle, end.sequence_index) not in self._rows]
         self._finished = [end for end in self._finished if (end.handle, end.sequence_index) in self._rows]
         outputs = pb.StepOutputs(
@@ -168,7 +169,7 @@ class Outbox:
         return pb.SessionResponse(step_outputs=outputs)
 
     def _take_rows(self) -> tuple[dict[Key, Row], dict[Key, Logprobs], dict[int, Logprobs]]:
-        """The first rows that wait, as many as go into a message, and what goes with them."""
+        """Takes the first waiting rows that fit into a message, and what goes with them."""
         rows: dict[Key, Row] = {}
         logprobs: dict[Key, Logprobs] = {}
         prompts: dict[int, Logprobs] = {}
@@ -189,11 +190,11 @@ class Outbox:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A router's request: its group, and how it ended, for a router that must hear of it again.
+    """A router's request: its group; and how it ended, for a router that must be told again.
 
     Attributes:
-        timeline: when it was where.
-        moved: whether it goes on at another scheduler, or at this one's next life.
+        timeline: when the request was where.
+        moved: whether it goes on at another scheduler, or at this one after a restart.
     """
 
     session: "RouterSession"
@@ -207,10 +208,10 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class RouterSession:
-    """One router process, connected or for a while not.
+    """One router process, connected or away for a while.
 
     Attributes:
-        tickets: its requests by handle. Those that ended stay for a while, in case their end was lost on the way.
+        tickets: its requests by handle. Ended ones stay for a while, in case their end was lost on the way.
         outbox: None while disconnected.
     """
 
@@ -223,8 +224,8 @@ class Sessions:
     """All routers and their requests.
 
     Args:
-        on_begin: called with every request that is added.
-        on_end: called with each of them once, when it ends or is given up.
+        on_begin: called with each request that is added.
+        on_end: called once with each of these, when it ends or is given up.
     """
 
     def __init__(self, on_begin: Callable[[Ticket], None], on_end: Callable[[Ticket], None]) -> None:
@@ -240,20 +241,20 @@ class Sessions:
         return iter(self._sessions.values())
 
     def connect(self, router_id: str) -> RouterSession:
-        """The session of a router whose stream just opened, with a new outbox; an older stream's falls silent."""
+        """The session of a router whose stream just opened, with a new outbox; an older stream's gets nothing more."""
         session = self._sessions.setdefault(router_id, RouterSession(router_id))
         session.outbox = Outbox()
         return session
 
     def disconnect(self, session: RouterSession, outbox: Outbox) -> bool:
-        """Its stream, which used `outbox`, has ended. False when a newer stream has taken over already."""
+        """Marks a session away: its stream with `outbox` ended. Returns False if a newer stream has taken over."""
         if session.outbox is not outbox:
             return False
         session.outbox = None
         return True
 
     def drop(self, session: RouterSession) -> list[SequenceGroup]:
-        """Forgets a session whose lease is over; gives the groups that nobody waits for any more."""
+        """Forgets a session whose lease is over; returns its groups, for which nobody waits any more."""
         del self._sessions[session.router_id]
         tickets = list(session.tickets.values())
         for ticket in tickets:
@@ -261,7 +262,7 @@ class Sessions:
         return [ticket.group for ticket in tickets]
 
     def add(self, session: RouterSession, handle: int, group: SequenceGroup, trace: TraceContext | None = None) -> None:
-        """Takes in a submitted request; `trace` is the router's span, if the request is traced."""
+        """Adds a submitted request; `trace` is the router's span, if the request is traced."""
         ticket = Ticket(session, handle, group, Timeline(trace))
         session.tickets[handle] = ticket
         self._by_number[group.number] = ticket
@@ -279,18 +280,18 @@ class Sessions:
         return [ticket.group if ticket is not None and ticket.group.live else None for ticket in tickets]
 
     def adopt(self, ticket: Ticket, session: RouterSession, handle: int) -> None:
-        """Another call, of any router, has a request from now on, and is told of it from its first token."""
+        """Gives a request to another call, of any router, which is sent its output from the first token on."""
         del ticket.session.tickets[ticket.handle]
         if ticket.session.outbox is not None:
             ticket.session.outbox.put_rejected(to_rejected(ticket.handle, taken_over()))
         ticket.session, ticket.handle = session, handle
-        # Copies: the rows themselves may still wait for the router that had it.
+        # Copies: the rows themselves may still wait for the router that had the request.
         ticket.finished = [_of_handle(row, handle) for row in ticket.finished]
         session.tickets[handle] = ticket
         self.resume(ticket, array("i", [0] * len(ticket.group.sequences)))
 
     def end(self, ticket: Ticket, now: float) -> None:
-        """A request has ended: its id is free for another, its ticket stays for resumption until `purge`."""
+        """Ends a request: its id is free for another, and its ticket stays for resumption until `purge`."""
         self._release(ticket)
         self._ended.append((now, ticket))
 
@@ -300,20 +301,20 @@ class Sessions:
             self.forget(self._ended.popleft()[1])
 
     def forget(self, ticket: Ticket) -> None:
-        """Drops a request; what its router has still to be told of it is told."""
+        """Drops a request; what waits in its router's outbox is still sent."""
         self._release(ticket)
-        # Another ticket may have the handle by now: a request that went elsewhere comes back under the same.
+        # Another ticket may have the handle by now: a request that went elsewhere comes back under the same one.
         if ticket.session.tickets.get(ticket.handle) is ticket:
             del ticket.session.tickets[ticket.handle]
 
     def leave(self) -> None:
-        """This scheduler ends: what is live goes on elsewhere."""
+        """Drops all live requests: this scheduler ends, and they go on elsewhere."""
         for ticket in list(self._by_number.values()):
             ticket.moved = True
             self.forget(ticket)
 
     def give_up(self, ticket: Ticket) -> None:
-        """Drops a request of a connected router with all traces."""
+        """Drops a request of a connected router, along with all output that waits for it."""
         self.forget(ticket)
         assert ticket.session.outbox is not None
         ticket.session.outbox.drop(ticket.handle, len(ticket.group.sequences))
@@ -325,11 +326,11 @@ class Sessions:
             del self._by_request_id[ticket.group.request_id]
 
     def ticket(self, group: SequenceGroup) -> Ticket | None:
-        """The live request that `group` is; None when its router gave it up."""
+        """The ticket of a live request by its group; None if its router has given it up."""
         return self._by_number.get(group.number)
 
     def deliver_tokens(self, new_tokens: list[NewTokens]) -> list[Ticket]:
-        """Queues a step's tokens for their routers; gives the ticket of each sequence that gets its first ones here."""
+        """Queues a step's tokens for their routers; returns a ticket for each sequence that got its first ones here."""
         begun = []
         for new in new_tokens:
             ticket = self._by_number.get(new.group.number)
@@ -347,7 +348,7 @@ class Sessions:
             outbox.put_prompt_logprobs(ticket.handle, ticket.group.prompt_logprobs)
 
     def deliver_finished(self, finished: list[Finished]) -> list[Ticket]:
-        """Queues the ends of sequences for their routers; gives the tickets whose last sequence this was."""
+        """Queues the ends of sequences for their routers; returns the tickets whose last sequence has ended."""
         ended: dict[int, Ticket] = {}  # by number: several sequences of a group may end in one step
         for end in finished:
             ticket = self._by_number.get(end.group.number)
@@ -362,18 +363,18 @@ class Sessions:
         return list(ended.values())
 
     def reject(self, ticket: Ticket, refusal: Refusal, now: float) -> None:
-        """Queues the error that a request, whose group has ended, ends in."""
+        """Ends a request whose group has ended, with an error that is queued for its router."""
         ticket.rejected = to_rejected(ticket.handle, refusal)
         if ticket.session.outbox is not None:
             ticket.session.outbox.put_rejected(ticket.rejected)
         self.end(ticket, now)
 
     def resume(self, ticket: Ticket, num_tokens: "array[int]") -> None:
-        """Queues what a reconnected router has not got: it has `num_tokens` of each sequence's tokens."""
+        """Queues what a reconnected router has not got yet: it has `num_tokens` tokens of each sequence."""
         outbox = ticket.session.outbox
         assert outbox is not None
         group = ticket.group
-        searching = group.beam is not None and not ticket.finished  # nothing is told of a search before its end
+        searching = group.beam is not None and not ticket.finished  # of a search, nothing is sent before its end
         for sequence, num in zip(() if searching else group.sequences, num_tokens, strict=False):
             if len(sequence.output_token_ids) > num:
                 self._put_tokens(outbox, ticket, sequence, num)
@@ -391,7 +392,7 @@ def _of_handle(row: pb.Finished, handle: int) -> pb.Finished:
 
 
 def to_rejected(handle: int, refusal: Refusal) -> pb.Rejected:
-    """What a router is told of a request that ends in an error."""
+    """The message that tells a router that a request ends in an error."""
     return pb.Rejected(
         handle=handle,
         code=refusal.code.value[0],

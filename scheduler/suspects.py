@@ -1,26 +1,26 @@
 """Suspects: requests in whose steps a worker was lost, one of which may have killed it.
 
-They are run again in halves, one half at a time, with the worker to itself: who is no suspect waits, and nobody else is
-in its steps. When the worker is lost again the half is halved; a half of which all have sampled is cleared. So a
-poisonous request is found by bisection, and the others go on. A suspect is alone in the end, and given up when
+They are run again in halves, one half at a time, with the worker to itself: groups that are not suspects wait, and are
+not in its steps. When the worker is lost again, the half is halved; once all of a half have sampled, it is cleared. So
+a poisonous request is found by bisection, and the others go on. In the end a suspect is alone; it is given up when
 `max_failed_steps` workers in a row were lost in its steps, the last one in steps of it alone.
 
-SAMPLED means: each of its unfinished sequences has a token that it had not when the worker was lost. Less would not do:
-what kills may be the last chunk of a prompt, or the second sequence that is computed again. So a request that kills the
+SAMPLED means that each unfinished sequence has a token that it did not have when the worker was lost. Less would not
+do: what kills may be the last chunk of a prompt, or the second sequence that is recomputed. So a request that kills the
 same way whenever it is computed is never cleared. One that kills only now and then, or only beside others, may be
-cleared, and costs workers as often as it does so; but each time it is a token further.
+cleared, and costs a worker each time that it kills again; but each time it is a token further.
 
-THE BOUND. Let N requests be in the steps that are lost with the first worker, one of them poisonous. The half that it
-is in has at most N / 2^k of them (rounded up) after k workers, and nobody else comes in. So it is alone in the steps
-that are lost with worker number 1 + ceil(log2 N) at the latest, and costs max(max_failed_steps, 1 + ceil(log2 N))
-workers. With p poisonous ones among them it is at most p times as many: each lost worker is one of those that one of
-them costs. A worker that is lost for another reason is taken for one of these; and one more is lost to a request that
-ends while the step of it that kills is in flight.
+THE BOUND. Let N requests be in the steps that are lost with the first worker, one of them poisonous. After k workers,
+its half has at most N / 2^k of them (rounded up), and no other request comes in. So it is alone in the steps that are
+lost with worker number 1 + ceil(log2 N) at the latest, and costs max(max_failed_steps, 1 + ceil(log2 N)) workers. With
+p poisonous requests it is at most p times that number: each lost worker counts towards one of them. A worker that is
+lost for another reason is taken for one of these; and one more is lost to a request that ends while the step of it that
+kills is in flight.
 
-Their steps have few tokens, so that streams go on one after the other, and not all of them after a long step. The bound
-is the same: who is in a step that is lost is still a half at most.
+Suspects' steps have few tokens, so that streams resume one after the other, and not all of them after a long step. The
+bound is the same: a step that is lost still has at most a half in it.
 
-Nobody is suspected where no step was in flight, or where the worker left in order: then it has not run what it left.
+No request is suspected if no step was in flight, or if the worker left in order: then it has not run what it left.
 """
 
 from collections import deque
@@ -34,7 +34,7 @@ from scheduler.plan import Plan
 from scheduler.queues import Queues
 from scheduler.sequence import SequenceGroup, Status
 
-# Why a group loses its blocks to those on trial, by which way.
+# Why a group loses its blocks to those on trial, and in which mode.
 RUN_APART = "recompute: others run apart, one of which may have killed a worker"
 
 
@@ -48,11 +48,11 @@ class Conviction:
 
 @dataclass(slots=True)
 class _Record:
-    """Of a group that has not sampled since a worker was lost in its steps.
+    """The record of a group that has not sampled since a worker was lost in its steps.
 
     Attributes:
-        num_workers: that were lost so, in a row.
-        num_tokens: that each unfinished sequence had when the last of them was lost, by its index.
+        num_workers: workers lost in its steps in a row.
+        num_tokens: tokens that each unfinished sequence had when the last of them was lost, by the sequence's index.
     """
 
     num_workers: int = 0
@@ -60,10 +60,10 @@ class _Record:
 
 
 class Suspects:
-    """Those that are to be run apart from all others; false when there are none.
+    """Groups that have to run apart from all others; false when there are none.
 
     Args:
-        max_failed_steps: workers that a group may lose in a row.
+        max_failed_steps: workers lost in a row after which a group is given up.
         queues: where all groups are.
         in_flight: the steps that are lost with a worker.
     """
@@ -73,7 +73,7 @@ class Suspects:
         self._queues = queues
         self._in_flight = in_flight
         self._records: dict[int, _Record] = {}
-        # The first are on trial. Each in the order of ranks; all that have a record are in one of them.
+        # The first set is on trial. Each is in order of rank; every live group with a record is in one of them.
         self._sets: deque[list[SequenceGroup]] = deque()
 
     def __bool__(self) -> bool:
@@ -84,20 +84,20 @@ class Suspects:
 
     @property
     def num_suspects(self) -> int:
-        """How many there are."""
+        """How many suspects there are."""
         return len(self._records)
 
     @property
     def on_trial(self) -> list[SequenceGroup]:
-        """Those that may run now, least rank first, with those among them that are cleared already."""
+        """The groups that may run now, least rank first, including those already cleared or ended."""
         return self._sets[0] if self._sets else []
 
     def num_workers_lost(self, group: SequenceGroup) -> int:
-        """Workers that were lost in a row in a suspect's steps."""
+        """How many workers in a row were lost in a suspect's steps."""
         return self._records[group.number].num_workers
 
     def accuse(self) -> Conviction | None:
-        """The worker was lost, and may have been killed by what is in flight. Who is convicted is to be ended."""
+        """Suspects what is in flight of having killed the worker. The caller has to end a group that is convicted."""
         computed = self._in_flight.groups
         accused = sorted((group for group in computed if group.live), key=attrgetter("rank"))
         if not accused:
@@ -115,7 +115,7 @@ class Suspects:
         return Conviction(accused[0], num_workers)
 
     def clear(self, plan: Plan) -> None:
-        """A step was answered: clears those in it that have sampled."""
+        """Clears the groups of an answered step that have sampled."""
         for row in plan.rows if self._records else ():
             record = self._records.get(row.group.number)
             if record is not None and all(
@@ -124,7 +124,7 @@ class Suspects:
                 del self._records[row.group.number]
 
     def head_of(self, waiting: FairQueue) -> SequenceGroup | None:
-        """Who comes in next: of those on trial while there are suspects, else the head of all that wait."""
+        """The group that comes in next: one on trial while there are suspects, otherwise the head of all that wait."""
         if self._sets and not self._queues.running and not self._in_flight and not self._left():
             self._turn_to_next()  # those on trial ended as soon as they came in
         if not self._sets:
@@ -132,14 +132,15 @@ class Suspects:
         return next((group for group in self.on_trial if group.status is Status.WAITING), None)
 
     def turn(self, held_up: Reason | None) -> list[SequenceGroup] | None:
-        """Brings the next ones on trial, once those before them are through.
+        """Puts the next groups on trial, once those before them are through.
 
         Args:
-            held_up: what the first that waits lacked. Without room for more, who runs is through without the rest.
+            held_up: what the first waiting group lacked. If there was no room for more, those that ran go through
+                without the rest.
 
         Returns:
-            Those that run, and have to wait now; None while nothing is to be planned, before the steps in flight are
-            answered: of two that may kill the worker, only one should have it.
+            The groups that run, and now have to wait; None if nothing may be planned before the steps in flight are
+            answered: of two groups that may kill the worker, only one should have it.
         """
         if not self._sets:
             return []
@@ -164,7 +165,7 @@ class Suspects:
         assert waiting <= set(numbers), "a suspect is in no set"
 
     def _turn_to_next(self) -> None:
-        """The next ones are those who found no room beside the others on trial, or else the next set that lives."""
+        """Goes on to those on trial for which there was no room beside the others, or else to the next live set."""
         self._sets[0] = self._left()
         while self._sets and not self._left():
             self._sets.popleft()
@@ -172,5 +173,5 @@ class Suspects:
             self._records.clear()
 
     def _left(self) -> list[SequenceGroup]:
-        """Those on trial that are neither cleared nor ended."""
+        """The groups on trial that are neither cleared nor ended."""
         return [group for group in self.on_trial if group.live and group in self]

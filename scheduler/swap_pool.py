@@ -1,6 +1,6 @@
 """The swap pool: blocks in CPU memory that hold the KV of preempted groups until there is room again.
 
-Bounded by what the worker set aside for it. Blocks are integers here as in the block manager, which alone calls this.
+Its size is what the worker set aside for it. Blocks are integers here, as in the block manager, the only caller.
 """
 
 from array import array
@@ -8,14 +8,14 @@ from collections import Counter
 
 
 class SwapPool:
-    """`num_blocks` blocks, shared within a group as the blocks were that they copy."""
+    """`num_blocks` blocks, shared within a group as the blocks were that they are copies of."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(reversed(range(num_blocks)))
         self._ref_counts: Counter[int] = Counter()
-        # Copies that the worker has still to be told of: swap block -> block. By swap block, so that one that was given
-        # back and taken again is written once, by its last owner.
+        # Copies that `take_copies` has not returned yet: swap block -> block. Keyed by swap block, so that one that was
+        # given back and taken again is written once, for its last owner.
         self._copies: dict[int, int] = {}
 
     @property
@@ -24,22 +24,22 @@ class SwapPool:
         return len(self._free)
 
     def take(self, block: int) -> int:
-        """A free block, into which `block` is to be copied."""
+        """Takes a free swap block, into which `block` is to be copied."""
         swap_block = self._free.pop()
         self._copies[swap_block] = block
         return swap_block
 
     def hold(self, swap_block: int) -> int:
-        """Counts one more table that names `swap_block`, and gives it back."""
+        """Counts one more table that names `swap_block`, and returns it."""
         self._ref_counts[swap_block] += 1
         return swap_block
 
     def release(self, swap_table: "array[int]", *, copied: bool = False) -> None:
-        """Empties a table; what no other table names is free.
+        """Empties a table; blocks that no other table names become free.
 
         Args:
-            swap_table: emptied.
-            copied: whether what is in the blocks is copied back in the next step, so that it must have got there.
+            swap_table: the table, emptied in place.
+            copied: whether the next step copies the blocks back, so that pending copies into them must still be made.
         """
         for swap_block in swap_table:
             self._ref_counts[swap_block] -= 1
@@ -51,7 +51,7 @@ class SwapPool:
         del swap_table[:]
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Pairs (block, swap block) to be copied, not given before."""
+        """Pairs (block, swap block) to be copied, each returned once."""
         copies, self._copies = self._copies, {}
         return [(block, swap_block) for swap_block, block in copies.items()]
 

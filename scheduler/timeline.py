@@ -1,4 +1,4 @@
-"""When a request was where, as far as metrics and its trace tell of it. Times are of the loop's clock, in seconds."""
+"""When a request was where, as far as metrics and its trace report it. Times are in seconds of the loop's clock."""
 
 from dataclasses import dataclass, field
 
@@ -11,8 +11,8 @@ class Pause:
 
     Attributes:
         end: None while it lasts.
-        reason: why, in words.
-        by: the request that got the blocks; empty where the worker was lost.
+        reason: why it lost them, in words.
+        by: the request that the group's last preemption made room for; empty for none.
     """
 
     begin: float
@@ -23,7 +23,7 @@ class Pause:
 
 @dataclass(slots=True)
 class Timeline:
-    """Of one request, beside what its group knows: its arrival, and when it was first scheduled.
+    """The times of one request that its group does not know; that knows its arrival, and when it was first scheduled.
 
     Attributes:
         trace: the router's span; None where the request is not traced.
@@ -35,5 +35,5 @@ class Timeline:
 
     @property
     def paused(self) -> Pause | None:
-        """The pause that lasts."""
+        """The pause that has not ended, if any."""
         return self.pauses[-1] if self.pauses and self.pauses[-1].end is None else None

@@ -1,6 +1,6 @@
 """The spans of a request at the scheduler, made when it has ended: queue, prefill, decode, and each pause.
 
-All are children of the router's span. A pause lies beside prefill or decode, which go on through it.
+All are children of the router's span. A pause overlaps prefill or decode, which go on through it.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def record_request(tracer: "Tracer", ticket: Ticket, end: float) -> None:
-    """Tells of a traced request that ended, or was given up, at `end`."""
+    """Records the spans of a traced request that ended, or was given up, at `end`."""
     group, timeline = ticket.group, ticket.timeline
     trace = timeline.trace
     assert trace is not None, "not traced"

@@ -1,7 +1,7 @@
-"""Progress: whether steps come back, and whether one would. What it finds is what health says.
+"""Progress: whether steps come back, or would if there were any. The health check reports what is found here.
 
-A look costs nothing while steps come back. Only an idle worker is asked whether it still answers, beside its steps: a
-request made for the purpose would take a place among the clients' own.
+A look costs nothing while steps come back. An idle worker is asked for its health, beside the stream of steps: a
+request made up to test it would take the place of a client's.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """Looks at a loop a few times in `stall_s` seconds.
 
-    Time is counted in looks, so that a scheduler that was suspended itself does not blame its worker.
+    It counts time in looks, so that a scheduler that was itself suspended does not blame its worker.
     """
 
     def __init__(self, loop: SchedulerLoop, stall_s: float) -> None:
@@ -28,17 +28,17 @@ class Watchdog:
         self._stall_s = stall_s
         self._interval_s = min(1.0, stall_s / _NUM_LOOKS)
         self._num_answered = 0
-        # In a row, at which there was work and no step had come back.
+        # Looks in a row at which there was work and no step had come back.
         self._num_looks = 0
 
     async def run(self) -> None:
-        """Looks for ever."""
+        """Looks, for ever."""
         while True:
             await asyncio.sleep(self._interval_s)
             worker, was_stalled = self._loop.info, self._loop.stall is not None
             stall = await self.look()
             if not self._loop.connected or self._loop.info is not worker:
-                continue  # what was seen is not of this worker
+                continue  # what was seen is not about this worker
             self._loop.set_stall(stall)
             if stall is not None and not was_stalled:
                 log.error("no progress: %s", stall, extra=self._facts())
@@ -46,7 +46,7 @@ class Watchdog:
                 log.info("progress again")
 
     async def look(self) -> str | None:
-        """Why nothing goes on; None when something does."""
+        """Why there is no progress; None if there is, or would be."""
         loop = self._loop
         if not loop.connected or loop.num_answered != self._num_answered:
             self._num_answered, self._num_looks = loop.num_answered, 0
@@ -66,7 +66,7 @@ class Watchdog:
         return f"the worker has not answered a step for {waited_s - self._interval_s:g} s"
 
     def _facts(self) -> dict[str, object]:
-        """The state, for whoever has to find out why."""
+        """The scheduler's state, for the log: it helps to find the cause."""
         core, steps = self._loop.core, self._loop.in_flight
         assert core is not None
         facts: dict[str, object] = {

@@ -16,22 +16,22 @@ from protos.worker_pb2_grpc import WorkerServiceStub
 from scheduler.answers import MalformedAnswer, check_answer
 from scheduler.plan import Plan, StepResult, to_request, to_result
 
-# What reading from and writing to a stream that has ended raises.
+# The errors that reading from or writing to an ended stream raises.
 _BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
-# The worker stops, or is another one than was asked what it loaded.
+# With these the worker has stopped in order, or is not the one that was asked what it loaded.
 _IN_ORDER = (grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION)
-# After this without a connection the log says why, and new certificates are looked for.
+# After this time without a connection the log says why, and new certificates are looked for.
 _LOOK_AGAIN_S = 10.0
-# Among the answers: stop waiting.
+# Put among the answers to end a wait for one.
 _INTERRUPT = ExecuteModelResponse()
 log = logging.getLogger(__name__)
 
 
 class WorkerLost(Exception):
-    """The worker, or the stream to it, is gone; what it held of KV can not be used any more.
+    """The worker, or the stream to it, is gone; the KV that it held cannot be used any more.
 
     Attributes:
-        in_order: whether it said so itself, and has not run what it did not answer.
+        in_order: whether it left in order, without running the steps that it did not answer.
     """
 
     def __init__(self, message: str, *, in_order: bool) -> None:
@@ -40,7 +40,7 @@ class WorkerLost(Exception):
 
 
 class WorkerLink:
-    """One worker by its address, through as many of its lives as it takes.
+    """The connection to the worker at an address, through any number of restarts of the worker.
 
     Args:
         on_lost: called when the stream of steps ends, also while no step runs.
@@ -52,13 +52,13 @@ class WorkerLink:
         self._on_lost = on_lost
         self._epoch = 0
         self._call: grpc.aio.StreamStreamCall[ExecuteModelRequest, ExecuteModelResponse] | None = None
-        # What the call has answered, and None for its end. Read by a task: to cancel a read is to cancel the stream.
+        # The call's answers, and None for its end. A task reads them, since cancelling a read cancels the stream.
         self._responses: asyncio.Queue[ExecuteModelResponse | None] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
         self._num_unanswered = 0  # steps on their way
 
     async def connect(self) -> GetInfoResponse:
-        """Waits, for ever if need be, until the worker serves, and opens a stream of steps to that life of it."""
+        """Waits, for ever if need be, until a worker serves, and opens a stream of steps to this incarnation of it."""
         self.close_stream()
         while True:
             await self._wait_for_serving()
@@ -88,13 +88,13 @@ class WorkerLink:
                     log.warning("no connection to the worker", extra={"details": obstacle})
 
     async def check(self) -> None:
-        """Raises WorkerLost when the stream of steps has ended."""
+        """Raises WorkerLost if the stream of steps has ended."""
         assert self._call is not None, "not connected"
         if self._call.done():
             raise await self._loss()
 
     async def look(self, timeout_s: float) -> str | None:
-        """Asks the worker for its health, beside the stream of steps: why there is no answer in time, or None."""
+        """Asks the worker for its health, beside the stream of steps; returns why it did not answer in time, if so."""
         try:
             await HealthStub(self._line.channel).Check(HealthCheckRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -106,10 +106,10 @@ class WorkerLink:
 
         Args:
             plan: the step.
-            traces: that are to hold a span of it.
+            traces: the traces that get a span of it.
 
         Raises:
-            WorkerLost: it did not get through, and no result will come any more.
+            WorkerLost: the step did not get through, and no more results will come.
         """
         assert self._call is not None, "not connected"
         try:
@@ -126,10 +126,10 @@ class WorkerLink:
             timeout_s: how long to wait; None for ever.
 
         Returns:
-            None: it was not there in time, or before an `interrupt`, and may be asked for again.
+            The result; None if it did not come in time, or before an `interrupt`. It may then be asked for again.
 
         Raises:
-            WorkerLost: there is no result, and there will be none; or what came is none, and the stream is no use.
+            WorkerLost: no result will come any more; or the answer is malformed, and the stream was closed.
         """
         assert self._call is not None, "not connected"
         try:
@@ -150,7 +150,7 @@ class WorkerLink:
         return to_result(response)
 
     def interrupt(self) -> None:
-        """Ends a wait for a result: there is something else to do. A stream that has ended is told of by itself."""
+        """Ends a wait for a result, since there is something else to do. A stream's end ends the wait by itself."""
         if self._call is not None and not self._call.done():
             self._responses.put_nowait(_INTERRUPT)
 
@@ -164,16 +164,16 @@ class WorkerLink:
             self._call = None
 
     async def close(self) -> None:
-        """Hangs up."""
+        """Closes the stream and the connection."""
         self.close_stream()
         await self._line.channel.close()
 
     async def _loss(self) -> WorkerLost:
-        """What the end of the stream of steps tells."""
+        """What the end of the stream of steps says about the loss."""
         assert self._call is not None
         code, words = await self._call.code(), await self._call.details()
-        # A write that meets the end of the stream puts this error in the place of what the worker said. Where all steps
-        # were answered, there is none that the worker may have run.
+        # A write that meets the end of the stream puts INTERNAL in the place of what the worker said. But if all steps
+        # were answered, there is none that the worker may have run since.
         is_unknown = code is grpc.StatusCode.INTERNAL and not self._num_unanswered
         return WorkerLost(f"{code.name}: {words}" if words else code.name, in_order=is_unknown or code in _IN_ORDER)
 
