@@ -73,7 +73,7 @@ class Observer:
     def planned(self, plan: Plan, now: float) -> None:
         """Takes note that a step was planned."""
         for preemption in plan.preempted:
-            self._pause(preemption.group, preemption.reason, now)
+            self._pause(preemption.group, preemption.reason, preemption.group.preempted_by, now)
         for group in plan.resumed:
             ticket = self._tickets.get(group.number)
             if ticket is not None and (pause := ticket.timeline.paused) is not None:
@@ -130,7 +130,7 @@ class Observer:
         now = self._clock()
         self._last_step = None
         for group in groups:
-            self._pause(group, "recompute: the worker was lost", now)
+            self._pause(group, "recompute: the worker was lost", "", now)
 
     def ended(self, ticket: Ticket) -> None:
         """Takes note that a request has ended, or was given up."""
@@ -147,10 +147,10 @@ class Observer:
             if self._tracer is not None:
                 record_request(self._tracer, ticket, now)
 
-    def _pause(self, group: SequenceGroup, reason: str, now: float) -> None:
+    def _pause(self, group: SequenceGroup, reason: str, by: str, now: float) -> None:
         ticket = self._tickets.get(group.number)
         if ticket is not None and ticket.timeline.paused is None:
-            ticket.timeline.pauses.append(Pause(now, reason, group.preempted_by))
+            ticket.timeline.pauses.append(Pause(now, reason, by))
 
     def _end_pauses(self, outputs: StepOutputs, now: float) -> int:
         """Counts the gaps of sequences that go on after a pause; returns how many those were."""

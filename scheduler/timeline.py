@@ -12,7 +12,7 @@ class Pause:
     Attributes:
         end: None while it lasts.
         reason: why it lost them, in words.
-        by: the request that the group's last preemption made room for; empty for none.
+        by: the request that got the blocks; empty if the worker was lost.
     """
 
     begin: float

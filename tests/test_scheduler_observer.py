@@ -143,6 +143,16 @@ def test_what_was_begun_elsewhere_is_waited_for_and_decoded_here_as_any_other():
     assert clockwork.gaps() == {1: 2}
 
 
+def test_for_a_lost_worker_no_request_is_blamed_that_took_the_blocks_at_another_time():
+    clockwork = Clockwork()
+    clockwork.submit(4, max_tokens=9)
+    clockwork.step()
+    ticket = clockwork.sessions.find("r1")
+    ticket.group.preempted_by = "another"
+    clockwork.observer.lost([ticket.group])
+    assert [pause.by for pause in ticket.timeline.pauses] == [""]
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_the_gap_over_a_pause_is_as_long_as_it_is(mode):
     clockwork = Clockwork(num_blocks=6, num_swap_blocks=6, prefix_caching=False, preemption_mode=mode)
