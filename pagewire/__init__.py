@@ -1,7 +1,7 @@
 """What a user touches: the CLI, the Python client, the local launcher.
 
-`from pagewire import Client` is a promise to users, hence the one re-export of this repository. What it needs is loaded
-when it is asked for: a launcher starts its services, and a health check ends, without it.
+`from pagewire import Client` is a promise to users, hence the one re-export of this repository. The modules behind it
+are loaded only on demand: neither launching services nor checking health loads them.
 """
 
 from typing import TYPE_CHECKING, Any

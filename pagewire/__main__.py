@@ -1,4 +1,4 @@
-"""The command line, as `pagewire` and as `python -m pagewire`. It begins with what takes longest: a worker."""
+"""The command line, as `pagewire` and as `python -m pagewire`. It first starts what takes longest: a worker."""
 
 import signal
 import sys
@@ -9,12 +9,12 @@ _STARTS_NO_WORKER = {"-d", "--detach", "--help"}
 
 
 def main() -> None:
-    """Runs the command of this process's arguments."""
+    """Runs the command that this process's arguments name."""
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:
-        # Ctrl-C among imports: nothing runs that is to end in order, and where they stood is of no interest.
+        # Ctrl-C during the imports: nothing runs that needs an orderly end, and a traceback would be of no interest.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Behind options of access, as `pagewire --token T up`, the worker is started when its turn comes.
+    # After access options, as in `pagewire --token T up`, the worker is started only when its turn comes.
     if sys.argv[1:2] == ["up"] and _STARTS_NO_WORKER.isdisjoint(sys.argv):
         early_worker.started = early_worker.EarlyWorker()
     from pagewire.cli import app

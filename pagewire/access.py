@@ -1,4 +1,4 @@
-"""How a client gets in: TLS and what it trusts, a certificate of its own, a token."""
+"""How a client gains access: TLS and the CAs it trusts, a certificate of its own, a token."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +10,17 @@ from pagewire.errors import PagewireError
 from protos.tls import ClientTls, TlsError
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-# Some thirty years. gRPC counts nanoseconds in 64 bits, and takes a timeout that does not fit for passed.
+# About thirty years. gRPC counts nanoseconds in 64 bits, and treats a timeout that does not fit as expired.
 _ENDLESS_S = 1e9
 
 
 def as_grpc_takes(timeout_s: float | None) -> float | None:
-    """A timeout of a call; one so long that gRPC can not count it is none."""
+    """A call's timeout as gRPC takes it; None if it is too long for gRPC to count."""
     return None if timeout_s is None or timeout_s >= _ENDLESS_S else timeout_s
 
 
 class AccessError(PagewireError):
-    """A CA, certificate, key or token can not be used, or they do not go together."""
+    """A CA, certificate, key or token cannot be used, or they do not go together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Access:
     """What a server may ask of its clients.
 
     Attributes:
-        tls: whether the connection is TLS; a CA or a certificate says so too.
-        ca: file of the CA certificates that the server's must come from; None for the well-known ones.
-        certificate: file of the certificate that the server is shown where it asks (mTLS), with `key`.
-        token: sent with each call. Without TLS it can be read on the way, which suits a sidecar on this machine only.
+        tls: whether the connection is TLS; a CA or a certificate implies it.
+        ca: file of CA certificates, one of which must have issued the server's; None for the well-known CAs.
+        certificate: file of the certificate to show a server that asks for one (mTLS), with `key`.
+        token: sent with each call. Without TLS it can be read on the way: fit only for a sidecar on this machine.
     """
 
     tls: bool = False
@@ -42,7 +42,7 @@ class Access:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The same for a `pagewire` that is started by this one."""
+        """The same as environment variables, for a `pagewire` that this one starts."""
         values = {"CA": self.ca, "CERTIFICATE": self.certificate, "KEY": self.key, "TOKEN": self.token}
         values["TLS"] = "1" if self.tls else None
         return {f"PAGEWIRE_CLIENT_{name}": str(value) for name, value in values.items() if value is not None}
@@ -54,12 +54,12 @@ class Access:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What each call carries.
+        """The metadata of each call.
 
         Raises:
-            AccessError: the token can not stand in a header.
+            AccessError: the token cannot be sent in a header.
         """
-        token = (self.token or "").strip()  # of the line end that it has from a file
+        token = (self.token or "").strip()  # a token from a file may end with a newline
         if not token.isascii() or not token.isprintable():
             raise AccessError("--token: must be of printable ASCII characters only")
         return (("authorization", f"Bearer {token}"),) if token else ()
@@ -68,7 +68,7 @@ class Access:
         """A channel for the sync stubs.
 
         Raises:
-            AccessError: the files can not be used.
+            AccessError: the files cannot be used.
         """
         credentials = self._credentials()
         if credentials is None:
@@ -79,7 +79,7 @@ class Access:
         """A channel for the asyncio stubs.
 
         Raises:
-            AccessError: the files can not be used.
+            AccessError: the files cannot be used.
         """
         credentials = self._credentials()
         if credentials is None:
@@ -102,7 +102,7 @@ OPEN = Access()
 
 
 def _server_name(target: str) -> list[tuple[str, Any]]:
-    """Whom a certificate must name where it can not name the target, which is a socket's path."""
+    """The name that a certificate must carry if the target is a socket's path, which no certificate can name."""
     return [("grpc.ssl_target_name_override", "localhost")] if target.startswith("unix:") else []
 
 

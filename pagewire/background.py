@@ -1,4 +1,4 @@
-"""A cluster behind the terminal: `pagewire up` as a process of its own, which logs into a file, and how it is ended."""
+"""A cluster in the background: `pagewire up` as a process of its own, which logs to a file, and how it is stopped."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ def start(options: LaunchOptions, *, tie: bool = False) -> subprocess.Popen[byte
 
 
 def _without_access(variables: Mapping[str, str]) -> dict[str, str]:
-    """Without what says how a client gets in elsewhere."""
+    """The variables without those that hold a client's access to other servers."""
     return {name: value for name, value in variables.items() if not name.startswith("PAGEWIRE_CLIENT_")}
 
 
@@ -43,7 +43,7 @@ def wait_until_serving(process: subprocess.Popen[bytes], options: LaunchOptions)
     """Returns when the cluster that `start` launched serves; stops it when interrupted.
 
     Raises:
-        LaunchError: it ended instead; with the last lines of its log.
+        LaunchError: the cluster ended instead; holds the last lines of its log.
     """
     try:
         while True:
@@ -68,7 +68,7 @@ def log_tail(log_file: Path, lines: int = 20) -> str:
 
 
 def stop(running: ClusterState) -> None:
-    """Drains a cluster and waits for its end; kills it when that takes longer than its services may."""
+    """Drains a cluster and waits for its end; kills it if that takes longer than its services are allowed."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(running.launcher_pid, signal.SIGTERM)
     deadline = time.monotonic() + running.stop_within_s

@@ -2,8 +2,8 @@
 
 A workload is a JSON object: test -> variants -> requests `{"ids": [...], "max_tokens": N, "gap": seconds}`. Repetition
 i plays variant i, so that no prefix cache carries over; "warm" is played first and not measured. All requests of a test
-are sent at once, but those of w4 arrive with their gaps divided by the rate, whether or not earlier ones are done (open
-loop). Decoding is greedy and ignores end-of-sequence ids.
+are sent at once, except that those of w4 arrive with their gaps divided by the rate, whether or not earlier ones are
+done (open loop). Decoding is greedy and ignores end-of-sequence ids.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ class BenchError(PagewireError):
 
 @dataclass(slots=True)
 class Record:
-    """One request and when its tokens came; seconds from the start of the run.
+    """One request and when its tokens arrived, in seconds from the start of the run.
 
     Attributes:
-        at: its nominal arrival, from which its first token is counted.
+        at: its nominal arrival, from which TTFT is measured.
     """
 
     token_ids: list[int]
@@ -55,7 +55,7 @@ class Row:
     repetition: int
     # Requests a second, for open-loop tests.
     rate: float | None
-    # Peak resident memory of the server's processes so far; None where it is not known.
+    # Peak resident memory of the server's processes so far; None if it is not known.
     rss_mb: int | None
     metrics: dict[str, float | None]
 
@@ -64,7 +64,7 @@ def load(path: Path) -> Workload:
     """A workload from its file.
 
     Raises:
-        BenchError: it cannot be read, or is none.
+        BenchError: the file cannot be read, or is not a workload.
     """
     try:
         workload = json.loads(path.read_text())
@@ -90,7 +90,7 @@ def records(workload: Workload, test: str, rate: float, repetition: int) -> list
 async def play(
     client: AsyncClient, rows: Iterable[Record], on_tokens: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Sends each request at its time and notes when its tokens come.
+    """Sends each request at its time and records when its tokens arrive.
 
     Raises:
         RequestError: one of them failed; the others are cancelled.
@@ -161,7 +161,7 @@ async def run(
     on_row: Callable[[Row], None] = lambda row: None,
     access: Access = OPEN,
 ) -> list[Row]:
-    """Warms the server up, then plays each test as often as told, the tests in turn.
+    """Warms the server up, then plays the tests in turn, all of them `repetitions` times.
 
     Args:
         target: the server's "host:port".
@@ -169,11 +169,11 @@ async def run(
         tests: names in the workload.
         rate: requests a second, for open-loop tests.
         repetitions: of each test.
-        rss_mb: asked after each run.
-        on_start: takes test, repetition and expected tokens of the run that begins.
-        on_tokens: takes the number of tokens that just came.
-        on_row: takes the result of each run.
-        access: how to get in.
+        rss_mb: called after each run, for `Row.rss_mb`.
+        on_start: called with test, repetition and expected tokens of each run that begins.
+        on_tokens: called with the number of tokens that just arrived.
+        on_row: called with the result of each run.
+        access: TLS and token, if the server requires them.
 
     Raises:
         BenchError: the workload has no such test.

@@ -1,4 +1,4 @@
-"""What `pagewire bench` shows and keeps: progress, a table of the best runs, JSON with all runs and their setting."""
+"""What `pagewire bench` shows and keeps: progress, a table of the best runs, JSON with all runs and conditions."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from pagewire.client import Client
 from pagewire.processes import peak_resident_bytes, start_ticks
 from pagewire.results import Model
 
-# Rows of the table: a heading, the figures in it, and how they are written.
+# Rows of the table: the heading, the metrics shown, and their format.
 _TABLE = (
     ("output tok/s", ("out_tok_s",), "{:.1f}"),
     ("decode tok/s of a stream", ("decode_tok_s",), "{:.1f}"),
@@ -53,10 +53,10 @@ def run(
         tests: names in the workload.
         rate: requests a second, for open-loop tests.
         repetitions: of each test.
-        memory_of: a process whose tree's peak memory is noted; None for that of the local cluster at `target`.
+        memory_of: pid of a process whose tree's peak memory is reported; None for the local cluster at `target`.
         json_file: None to write none.
         console: shows progress and table.
-        access: how to get in.
+        access: TLS and token, if the server requires them.
     """
     workload = bench.load(workload_file)
     if json_file is not None and not json_file.parent.is_dir():
@@ -98,7 +98,7 @@ def run(
 
 
 def best(rows: Sequence[Row]) -> dict[str, Row]:
-    """For each test its run of the highest output rate."""
+    """Each test's run with the highest output rate."""
     chosen: dict[str, Row] = {}
     for row in rows:
         if row.test not in chosen or _rate(row) > _rate(chosen[row.test]):
@@ -107,7 +107,7 @@ def best(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The best run of each test, a column for each."""
+    """The best run of each test, one column per test."""
     chosen = best(rows)
     runs = len(rows) // len(chosen)
     shown = Table(title=f"best of {runs} run{'s' * (runs > 1)} each", title_justify="left", box=None, pad_edge=False)
@@ -122,7 +122,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def report(target: str, model: Model, workload_file: Path, rows: Sequence[Row]) -> dict[str, object]:
-    """All runs, and what somebody needs to know to compare them."""
+    """All runs, and what is needed to compare them with others."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": {"cpu": _cpu_model(), "cpus": os.cpu_count(), "system": platform.platform()},
@@ -136,7 +136,7 @@ def report(target: str, model: Model, workload_file: Path, rows: Sequence[Row]) 
 
 
 def _local_pids(target: str) -> list[int]:
-    """The services of the cluster that this machine's user runs at `target`; none where there is no such."""
+    """Pids of the services of the cluster that this user runs at `target` on this machine; empty if there is none."""
     port = target.rpartition(":")[2]
     running = state.load(int(port)) if port.isdigit() else None
     return list(running.service_pids.values()) if running and running.target == target else []

@@ -1,7 +1,7 @@
 """The command line: `pagewire up|down|restart|status|health|model|generate|chat|tokenize|top|...`.
 
-Options and help stand here, what the commands do in the modules that they import when they run: `pagewire --help` and
-`pagewire health` start fast.
+Options and help are defined here; what the commands do, in modules that they import when they run, so that
+`pagewire --help` and `pagewire health` start fast.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _ReportingGroup(typer.core.TyperGroup):
-    """Shows the errors that this room raises on purpose as a line, and leaves with status 1."""
+    """Shows the errors that this package raises on purpose as a line, and exits with status 1."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -38,7 +38,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Pagewire serves large language models over gRPC. Options of access, as --token, stand before the command.",
+    help="Pagewire serves large language models over gRPC. Access options, such as --token, go before the command.",
 )
 
 
@@ -66,16 +66,20 @@ Routers = Annotated[
     int, typer.Option(min=1, max=64, help="Router processes; they share the port, and each connection goes to one.")
 ]
 Replicas = Annotated[
-    int, typer.Option(min=1, max=64, help="Schedulers, each with a worker; workers share out cores and GPUs.")
+    int, typer.Option(min=1, max=64, help="Schedulers, each with a worker; the workers divide cores and GPUs.")
 ]
 TensorParallelSize = Annotated[int | None, typer.Option(min=1, help="Ranks of each worker that split every layer.")]
 PipelineParallelSize = Annotated[int | None, typer.Option(min=1, help="Stages of each worker that split the layers.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Tokens of an answer at most.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens in an answer.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float | None, typer.Option(help="Sample from the most probable tokens that reach this probability.")]
+TopP = Annotated[
+    float | None, typer.Option(help="Sample from the most probable tokens that together reach this probability.")
+]
 TopK = Annotated[int | None, typer.Option(help="Sample from this many most probable tokens.")]
-MinP = Annotated[float | None, typer.Option(help="Drop tokens less probable than this share of the best one's.")]
-TypicalP = Annotated[float | None, typer.Option(help="Sample from the tokens of the most typical information content.")]
+MinP = Annotated[float | None, typer.Option(help="Drop tokens below this fraction of the best one's probability.")]
+TypicalP = Annotated[
+    float | None, typer.Option(help="Sample from the most typical tokens that together reach this probability.")
+]
 Seed = Annotated[int | None, typer.Option(help="Same request, same seed, same answer.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End an answer at this text; may be repeated.")]
 Timeout = Annotated[float | None, typer.Option(callback=_as_number, help="Seconds for the whole request.")]
@@ -94,20 +98,21 @@ def access(
     ctx: typer.Context,
     tls: Annotated[bool, typer.Option("--tls", envvar="PAGEWIRE_CLIENT_TLS", help="Connect with TLS.")] = False,
     ca: Annotated[
-        Path | None, typer.Option(envvar="PAGEWIRE_CLIENT_CA", help="CA certificates to trust; says --tls too.")
+        Path | None, typer.Option(envvar="PAGEWIRE_CLIENT_CA", help="CA certificates to trust; implies --tls.")
     ] = None,
     certificate: Annotated[
-        Path | None, typer.Option(envvar="PAGEWIRE_CLIENT_CERTIFICATE", help="Shown where a server asks for one.")
+        Path | None, typer.Option(envvar="PAGEWIRE_CLIENT_CERTIFICATE", help="Shown to a server that asks for one.")
     ] = None,
     key: Annotated[Path | None, typer.Option(envvar="PAGEWIRE_CLIENT_KEY", help="The certificate's key.")] = None,
     token: Annotated[
-        str | None, typer.Option(envvar="PAGEWIRE_CLIENT_TOKEN", help="Sent with each call; others see arguments.")
+        str | None,
+        typer.Option(envvar="PAGEWIRE_CLIENT_TOKEN", help="Sent with each call; other users can see arguments."),
     ] = None,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which version this is.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """How to get in stands before the command, and counts for all that talk to a server."""
+    """Access options go before the command, and apply to all commands that talk to a server."""
     ctx.obj = Access(tls, ca, certificate, key, token)
 
 
@@ -117,7 +122,7 @@ app.add_typer(token_app, name="token")
 
 @token_app.command("new")
 def token_new(name: Annotated[str, typer.Argument(help="The tenant's name.")]) -> None:
-    """Make a token: on standard output its entry for the token file, on standard error itself, this once."""
+    """Make a token: its token-file entry goes to standard output, the token, shown only once, to standard error."""
     from pagewire.tokens import new
 
     token, entry = new(name)
@@ -131,12 +136,14 @@ def up(
     model: ModelName = "smollm2-135m",
     host: Annotated[str, typer.Option(help="Where the router listens.")] = "127.0.0.1",
     port: Port = 50051,
-    dtype: Annotated[str | None, typer.Option(help="Type of weights and KV cache, as bfloat16 or float32.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of weights and KV cache, such as bfloat16 or float32.")
+    ] = None,
     kv_cache_bytes: Annotated[str | None, typer.Option(help="Size of each worker's KV cache.")] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Sequences that run together at most, at each scheduler.")
+        int | None, typer.Option(help="Most sequences that run together, at each scheduler.")
     ] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step at most.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens in a step.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The name that requests may carry.")] = None,
     routers: Routers = 1,
     replicas: Replicas = 1,
@@ -145,10 +152,10 @@ def up(
     ] = None,
     tensor_parallel_size: TensorParallelSize = None,
     pipeline_parallel_size: PipelineParallelSize = None,
-    log_level: Annotated[logs.LogLevel | None, typer.Option(help="Least severe line logged.")] = None,
+    log_level: Annotated[logs.LogLevel | None, typer.Option(help="Least severe level logged.")] = None,
     log_format: Annotated[logs.LogFormat | None, typer.Option(help="Text, or a JSON object per line.")] = None,
     record: Annotated[
-        Path | None, typer.Option(help="File for all that a scheduler decides, for `replay`; prompts are in it.")
+        Path | None, typer.Option(help="File for all that a scheduler decides, for `replay`; contains prompts.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="SERVICE.OPTION=VALUE", help="Any other option of a service.")
@@ -198,7 +205,7 @@ def _detach(options: "LaunchOptions") -> None:
 
 @app.command()
 def down(port: Port = 50051) -> None:
-    """Stop the cluster on this machine: live requests may finish first."""
+    """Stop the cluster on this machine; live requests may finish first."""
     from pagewire import background, state
 
     console = _console()
@@ -214,13 +221,13 @@ def down(port: Port = 50051) -> None:
 @app.command("restart")
 def restart_(
     ctx: typer.Context,
-    services: Annotated[list[Service], typer.Argument(help="One after the other, in this order.")],
+    services: Annotated[list[Service], typer.Argument(help="Replaced one after the other, in this order.")],
     port: Port = 50051,
     timeout: Annotated[
-        float, typer.Option(min=0, callback=_as_number, help="Seconds for each process to end and to be followed.")
+        float, typer.Option(min=0, callback=_as_number, help="Seconds for each process to end and be replaced.")
     ] = 300.0,
 ) -> None:
-    """Replace processes of the cluster on this machine, one by one: streams go on. Exit 1 if one does not come back."""
+    """Replace processes of the cluster on this machine, one by one; streams go on. Exit 1 if one does not come back."""
     from pagewire.restart import restart
 
     restart(port, services, _console(), ctx.obj, timeout)
@@ -241,7 +248,7 @@ def health(
     target: Annotated[
         str, typer.Argument(envvar="PAGEWIRE_CLIENT_TARGET", help="HOST:PORT or unix:PATH.")
     ] = DEFAULT_TARGET,
-    service: Annotated[str, typer.Option(help="One service's full name; the whole server without.")] = "",
+    service: Annotated[str, typer.Option(help="One service's full name; without it, the whole server.")] = "",
     timeout: Annotated[float, typer.Option(callback=_as_number, help="Seconds to wait for an answer.")] = 2.0,
 ) -> None:
     """Exit 0 if a server is SERVING, else 1."""
@@ -272,29 +279,35 @@ def generate(
     top_k: TopK = None,
     min_p: MinP = None,
     typical_p: TypicalP = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Over 1 against tokens seen before.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Over 0 against tokens in the answer.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each time a token is there.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 discourages tokens seen before.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Above 0 discourages tokens in the answer.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each occurrence of a token.")] = None,
     logit_bias: Annotated[list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit.")] = None,
     seed: Seed = None,
-    n: Annotated[int | None, typer.Option("--n", "-n", help="Answers to the prompt.")] = None,
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Number of answers to the prompt.")] = None,
     best_of: Annotated[int | None, typer.Option(help="Sample this many and show the n most probable.")] = None,
-    beam_width: Annotated[int | None, typer.Option(help="Search with so many beams rather than sample.")] = None,
-    length_penalty: Annotated[float | None, typer.Option(help="The higher, the longer the answers of beams.")] = None,
+    beam_width: Annotated[int | None, typer.Option(help="Search with this many beams instead of sampling.")] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="Higher favours longer answers of a beam search.")
+    ] = None,
     early_stopping: Annotated[
         Literal["true", "false", "never"] | None, typer.Option(help="When a beam search ends.")
     ] = None,
     stop: Stop = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
     priority: Annotated[int | None, typer.Option(help="Higher goes first, in -10 .. 10.")] = None,
-    cache_salt: Annotated[str | None, typer.Option(help="Share cached prefixes among requests of it only.")] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(help="Share cached prefixes only with requests of this salt.")
+    ] = None,
     request_id: Annotated[str | None, typer.Option(help="Names the request in logs, and for `explain`.")] = None,
     timeout: Timeout = None,
-    logprobs: Annotated[int | None, typer.Option(help="Show each token's and so many most probable ones'.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Show log-probabilities of each token and of this many most probable ones.")
+    ] = None,
     prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object with everything.")] = False,
 ) -> None:
-    """Continue a text; it is written as it is made. Exit 1 if the prompt can never fit into the KV cache."""
+    """Continue a text, printed as it is generated. Exit 1 if the prompt can never fit into the KV cache."""
     from pagewire import logprobs as table
     from pagewire import terminal
     from pagewire.client import Client
@@ -397,9 +410,9 @@ def top(
     ctx: typer.Context,
     target: Target = DEFAULT_TARGET,
     interval: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds between two states.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Show the state now, and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the state once, and exit.")] = False,
 ) -> None:
-    """Watch queues, blocks and steps; a line for each state where standard output is no terminal."""
+    """Watch queues, blocks and steps; a line for each state if standard output is not a terminal."""
     from pagewire import top
 
     top.run(target, interval, once=once, console=_console(), access=ctx.obj)
@@ -407,7 +420,7 @@ def top(
 
 @app.command()
 def explain(ctx: typer.Context, request_id: str, target: Target = DEFAULT_TARGET) -> None:
-    """Say why a live request is where it is."""
+    """Explain why a live request has its status."""
     from pagewire.explain import show
 
     show(target, request_id, _console(), ctx.obj)
@@ -419,7 +432,7 @@ def replay(
     check: Annotated[bool, typer.Option("--check", help="Check the scheduler's invariants after each call.")] = False,
     request: Annotated[str | None, typer.Option(metavar="ID", help="Tell the story of one request.")] = None,
 ) -> None:
-    """Decide again what a scheduler decided. Exit 1 if anything is decided otherwise, 2 if that can not be told."""
+    """Make a scheduler's decisions again. Exit 1 if any of them differs, 2 if that cannot be told."""
     import subprocess
 
     from pagewire.processes import environment, module_command
@@ -433,13 +446,13 @@ def replay(
 def bench(
     ctx: typer.Context,
     workload: Annotated[Path, typer.Option(help="The workload's JSON file.", exists=True, dir_okay=False)],
-    tests: Annotated[str, typer.Option(help="Tests of the workload, with commas between.")] = "w1,w2,w3,w4",
+    tests: Annotated[str, typer.Option(help="Tests of the workload, separated by commas.")] = "w1,w2,w3,w4",
     rate: Annotated[float, typer.Option(min=0.001, help="Requests a second, for w4.")] = 4.2,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each test.")] = 3,
     target: Target = DEFAULT_TARGET,
-    memory_of: Annotated[int | None, typer.Option(help="Process whose tree's peak memory is noted.")] = None,
+    memory_of: Annotated[int | None, typer.Option(help="Process whose tree's peak memory is reported.")] = None,
     json: Annotated[
-        Path | None, typer.Option(help="File for all figures and their setting.", dir_okay=False, writable=True)
+        Path | None, typer.Option(help="File for all figures and conditions.", dir_okay=False, writable=True)
     ] = None,
 ) -> None:
     """Measure throughput, TTFT, TPOT and ITL of a server under a workload."""
@@ -473,7 +486,7 @@ def _console(*, stderr: bool = False) -> "Console":
 
 
 def _explained(error: PagewireError, access: Access | None) -> str:
-    """The error's own sentence, and what to do where that is known."""
+    """The error's own text, and what to do if that is known."""
     if isinstance(error, Unavailable) and not error.reason:
         from pagewire.health import is_distrust, not_let_in
 

@@ -7,7 +7,7 @@
                 print(delta.text, end="", flush=True)
         print(story.completion.timings)
 
-All options stand in `pagewire.request`, the results in `pagewire.results`, the errors in `pagewire.errors`.
+The options are listed in `pagewire.request`, the results in `pagewire.results`, the errors in `pagewire.errors`.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ from protos.rpc import PUBLIC_MESSAGE_BYTES, options_towards
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", PUBLIC_MESSAGE_BYTES),
     ("grpc.max_send_message_length", PUBLIC_MESSAGE_BYTES),
-    # A server that vanished without a word is noticed while a stream waits for it.
+    # So that a stream that waits for a server notices if the server has vanished without closing the connection.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     # A restarted server is found within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # A proxy named in the environment is for the outside world.
+    # A proxy named in the environment is meant for the outside world.
     ("grpc.enable_http_proxy", 0),
 ]
 
@@ -59,9 +59,9 @@ _END: Any = grpc.aio.EOF
 
 
 class Stream:
-    """Deltas as they come. Closing it, leaving its `with` block, or dropping it cancels what is still running.
+    """Deltas as they arrive. Closing it, leaving its `with` block, or dropping it cancels a request that still runs.
 
-    A stream that breaks off goes on by itself, at the same server when it is back or at another one (`Resumption`).
+    A stream that breaks off resumes by itself, at the same server once it is back, or at another one (`Resumption`).
     """
 
     def __init__(self, start: Callable[..., Any], call: Any, resumption: Resumption) -> None:
@@ -73,11 +73,11 @@ class Stream:
 
     @property
     def completion(self) -> Completion:
-        """The answer so far; whole, with usage and timings, once the stream has ended."""
+        """The answer so far; complete, with usage and timings, once the stream has ended."""
         return self._resumption.transcript.completion()
 
     def close(self) -> None:
-        """Cancels the request if it still runs; the stream gives nothing more."""
+        """Cancels the request if it still runs; the stream yields nothing more."""
         self._closed.set()
         self._call.cancel()
 
@@ -99,7 +99,7 @@ class Stream:
     def _resume(self, error: RequestError) -> None:
         if self._resumption.is_over_after(error):
             self._closed.set()
-        if self._closed.is_set():  # or meanwhile, by another thread
+        if self._closed.is_set():  # or closed meanwhile by another thread
             return
         if self._closed.wait(self._resumption.delay_after(error)):
             return
@@ -107,7 +107,7 @@ class Stream:
             self._call = self._start(self._resumption.request(), timeout=self._resumption.timeout)
         except ValueError:  # the channel was closed
             raise error from None
-        if self._closed.is_set():  # meanwhile, by another thread, which has cancelled the call before this one
+        if self._closed.is_set():  # meanwhile, by another thread, which cancelled the previous call
             self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -123,9 +123,9 @@ class Stream:
 
 
 class AsyncStream:
-    """Deltas as they come. `aclose()`, leaving its `async with` block, or dropping it cancels what is still running.
+    """Deltas as they arrive. `aclose()`, leaving the `async with` block, or dropping it cancels a running request.
 
-    A stream that breaks off goes on by itself, as a `Stream` does.
+    A stream that breaks off resumes by itself, as a `Stream` does.
     """
 
     def __init__(self, start: Callable[..., Any], call: Any, resumption: Resumption) -> None:
@@ -138,11 +138,11 @@ class AsyncStream:
 
     @property
     def completion(self) -> Completion:
-        """The answer so far; whole, with usage and timings, once the stream has ended."""
+        """The answer so far; complete, with usage and timings, once the stream has ended."""
         return self._resumption.transcript.completion()
 
     async def aclose(self) -> None:
-        """Cancels the request if it still runs; the stream gives nothing more."""
+        """Cancels the request if it still runs; the stream yields nothing more."""
         self._closed = True
         self._call.cancel()
 
@@ -166,7 +166,7 @@ class AsyncStream:
     async def _resume(self, error: RequestError) -> None:
         if self._resumption.is_over_after(error):
             self._closed = True
-        if self._closed:  # or meanwhile, by another task
+        if self._closed:  # or closed meanwhile by another task
             return
         await asyncio.sleep(self._resumption.delay_after(error))
         if self._closed:
@@ -185,8 +185,8 @@ class AsyncStream:
         await self.aclose()
 
     def __del__(self) -> None:
-        # gRPC does not collect, hence never cancels, a call that nobody holds (grpc#43462). A collection may run on any
-        # thread; the call belongs to the loop's.
+        # gRPC never collects, and so never cancels, a call to which no reference is left (grpc#43462). Garbage
+        # collection may run on any thread; the call belongs to the loop's thread.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._call.cancel)
 
@@ -194,10 +194,10 @@ class AsyncStream:
 class Client:
     """A connection to a Pagewire server; safe to share between threads. `timeout` is in seconds, None for no limit.
 
-    `access` says how to get in where a server asks: `Client("host:443", Access(tls=True, token="..."))`.
+    `access` holds what a server may require: `Client("host:443", Access(tls=True, token="..."))`.
 
-    Every method raises the errors of `pagewire.errors`. A server that goes away costs a pause, if it or another one at
-    the same target is there within seconds: streams are resumed, and calls without an answer are made again.
+    Every method raises the errors of `pagewire.errors`. If the server goes away, and it or another one at the same
+    target is there within seconds, that costs only a pause: streams resume, and unanswered calls are made again.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, access: Access = OPEN) -> None:
@@ -212,7 +212,7 @@ class Client:
         return results.completion(self._call(self._stub.Complete, generate_request(prompt, options), timeout))
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
-        """The same answer as it is made. Errors of the request come with the first delta."""
+        """The same answer as it is generated. A refusal by the server is raised when the first delta is read."""
         request, start = generate_request(prompt, options), partial(self._stub.Generate, metadata=self._metadata)
         resumption = Resumption(request, timeout, self._connection)
         return Stream(start, start(request, timeout=resumption.timeout), resumption)
@@ -226,7 +226,7 @@ class Client:
     def stream_chat(
         self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Stream:
-        """The same answer as it is made."""
+        """The same answer as it is generated."""
         return self.stream(as_messages(messages), timeout=timeout, **options)
 
     def tokenize(
@@ -248,18 +248,18 @@ class Client:
         return self._call(self._stub.Detokenize, request, timeout).text
 
     def model(self, *, timeout: float | None = None) -> Model:
-        """What is served, and within which limits."""
+        """The served model and its limits."""
         return results.model(self._call(self._stub.GetModel, pb.GetModelRequest(), timeout))
 
     def _call(self, method: Callable[..., Response], request: object, timeout: float | None) -> Response:
-        """The one answer to a request, which is sent again where a server goes."""
+        """The one answer to a request, which is sent again if the server goes away."""
         attempts = Attempts(timeout, self._connection)
         while True:
             try:
                 answer = method(request, timeout=attempts.timeout, metadata=self._metadata)
             except grpc.RpcError as error:
                 delay_s = attempts.delay_after(from_rpc_error(error))
-            except ValueError as closed:  # as the channel is
+            except ValueError as closed:  # the channel was closed
                 raise attempts.broken_by or closed from None
             else:
                 self._connection.was_up = True
@@ -280,7 +280,7 @@ class Client:
 
 
 class AsyncClient:
-    """The same as `Client` for asyncio; made inside the loop that uses it. Cancelling a task cancels its call."""
+    """The same as `Client`, for asyncio; create it inside the loop that uses it. Cancelling a task cancels its call."""
 
     def __init__(self, target: str = DEFAULT_TARGET, access: Access = OPEN) -> None:
         self.target = target
@@ -294,7 +294,7 @@ class AsyncClient:
         return results.completion(await self._call(self._stub.Complete, generate_request(prompt, options), timeout))
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
-        """The same answer as it is made. Errors of the request come with the first delta."""
+        """The same answer as it is generated. A refusal by the server is raised when the first delta is read."""
         request, start = generate_request(prompt, options), partial(self._stub.Generate, metadata=self._metadata)
         resumption = Resumption(request, timeout, self._connection)
         return AsyncStream(start, start(request, timeout=resumption.timeout), resumption)
@@ -308,7 +308,7 @@ class AsyncClient:
     def stream_chat(
         self, messages: str | Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
-        """The same answer as it is made."""
+        """The same answer as it is generated."""
         return self.stream(as_messages(messages), timeout=timeout, **options)
 
     async def tokenize(
@@ -330,20 +330,20 @@ class AsyncClient:
         return (await self._call(self._stub.Detokenize, request, timeout)).text
 
     async def model(self, *, timeout: float | None = None) -> Model:
-        """What is served, and within which limits."""
+        """The served model and its limits."""
         return results.model(await self._call(self._stub.GetModel, pb.GetModelRequest(), timeout))
 
     async def _call(
         self, method: Callable[..., Awaitable[Response]], request: object, timeout: float | None
     ) -> Response:
-        """The one answer to a request, which is sent again where a server goes."""
+        """The one answer to a request, which is sent again if the server goes away."""
         attempts = Attempts(timeout, self._connection)
         while True:
             try:
                 answer = await _answer(method(request, timeout=attempts.timeout, metadata=self._metadata))
             except RequestError as error:
                 delay_s = attempts.delay_after(error)
-            except grpc.aio.UsageError as closed:  # as the channel is
+            except grpc.aio.UsageError as closed:  # the channel was closed
                 raise attempts.broken_by or closed from None
             else:
                 self._connection.was_up = True
@@ -364,7 +364,7 @@ class AsyncClient:
 
 
 async def _answer(call: Awaitable[Response]) -> Response:
-    """What a call gives. To whom it waits for one gRPC says that the channel was closed as if its task were cancelled.
+    """Awaits a call. If the channel is closed meanwhile, gRPC raises CancelledError, as if our own task were cancelled.
 
     Raises:
         RequestError: the call failed, or another task has closed the client or the stream.

@@ -1,13 +1,13 @@
 """Keeps a chain of services running on this machine: starts them, restarts what dies, stops them in reverse order.
 
-A service that has served, and then takes connections and answers none of a few health checks in a row, is killed and
-started again: it is suspended, or its event loop hangs. What its work is at, its own health says to others. A service
-that only does not let us in, as where its certificate has expired, is not hung: it goes on, and a line tells of it.
+A service that has served, and then accepts connections but leaves a few health checks in a row unanswered, is killed
+and restarted: it is suspended, or its event loop hangs. How its work gets on is for its own health status to say. A
+service that only refuses us, for instance because its certificate has expired, is not hung: it runs on, and we log it.
 
-A service that ends with status 0 was told to by somebody else (`pagewire restart`), since ours do so only after a
+A service that ends with status 0 was told to from outside (by `pagewire restart`), since ours do so only after a
 signal: its successor is started at once, and no death is counted.
 
-Knows processes, their output and their health. Which services there are and what they are told is `pagewire.launch`'s.
+Knows processes, their output and their health; `pagewire.launch` knows which services there are, and their options.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from pagewire.errors import PagewireError
 from pagewire.processes import start
 from pagewire.shares import Share
 
-# The status with which our services refuse their options; to start them again would not help.
+# The exit status of our services when they refuse their options; starting them again would not help.
 USAGE_ERROR = 2
 _TAIL_LINES = 12
 _POLL_S = 0.1
-# Services that are started behind others are started this much later at most.
+# A service that starts after others waits no longer than this for them.
 _LISTENING_WITHIN_S = 5.0
-# Health checks in a row that a service may leave without an answer.
+# A silent service is killed after this many health checks in a row without an answer.
 _MAX_SILENT = 3
-# And with which one that starts may refuse us: nobody changes it by waiting.
+# A start is given up after this many health checks in a row that refuse us: waiting would not change that.
 _MAX_REFUSED = 10
 _LINE_BYTES = 64 << 10
 log = logging.getLogger(__name__)
@@ -49,15 +49,15 @@ class ServiceProcess:
     """One service to run.
 
     Attributes:
-        name: as its log lines carry it.
+        name: as in its log lines.
         command: its command line.
         address: where it answers health checks.
         stop_within_s: seconds between SIGTERM and SIGKILL.
-        access: how one gets in there.
-        peers: the name of the services that it is one of; those stop at the same time. By itself if empty.
+        access: TLS for that address, if it has any.
+        peers: the group of services that it belongs to, which stop at the same time. Empty if it stops by itself.
         share: what it may use of the machine.
-        starts_behind: the name of the services that are to take connections before it is started for the first time, so
-            that few processes import at the same time. Nobody's if empty.
+        starts_behind: the group of services (`peers`) that are to accept connections before it is started for the first
+            time, so that few processes import at the same time. Empty for none.
     """
 
     name: str
@@ -72,12 +72,12 @@ class ServiceProcess:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """When a service that died is started again: at once, and ever later while deaths follow each other.
+    """When a service that died is started again: at once, then after ever longer delays while deaths follow each other.
 
     Attributes:
-        first_delay_s: after the second death in a row within the window; then delays double.
-        max_deaths: this many within the window are too many. A request that kills workers costs one and as many as it
-            takes to halve the requests that run beside it (8 for 128 of them), and is no reason to give up.
+        first_delay_s: delay after the second death in a row within the window; from then on delays double.
+        max_deaths: this many within the window are too many. A request that kills workers costs one death, and one
+            for each halving of the requests that run beside it (8 in all for 128), which is no reason to give up.
     """
 
     first_delay_s: float = 0.5
@@ -101,10 +101,10 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class _Running:
-    """A service's process, while it lives.
+    """A service's process, while it runs.
 
     Attributes:
-        has_served: it has been SERVING. Before, it may be silent: who loads a model answers when it can.
+        has_served: whether it has been SERVING. Until then it may be silent: it may be loading a model.
     """
 
     process: asyncio.subprocess.Process
@@ -116,14 +116,14 @@ class Cluster:
     """The services of one `pagewire up`; each needs the ones before it in the list.
 
     Args:
-        services: in the order in which they are waited for.
-        on_line: takes each line that a service prints.
-        on_waiting: takes the name of the service that the start waits for.
-        on_pids: takes the services' process ids whenever they change.
+        services: in the order in which the start waits for them.
+        on_line: called with a service's name and each line that it prints.
+        on_waiting: called with the name of the service that the start waits for.
+        on_pids: called with the services' process ids whenever they change.
         new_policy: makes each service's restart policy.
-        start_within_s: seconds until the start is given up; a large model takes minutes to load.
-        probe_s: seconds between two health checks of a service that has served, and within which each is answered.
-        started: processes that have begun already, by their services' names.
+        start_within_s: seconds after which the start is given up; a large model takes minutes to load.
+        probe_s: seconds between two health checks of a service that runs; also the timeout of each.
+        started: processes that are running already, by their services' names.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class Cluster:
         self._running: dict[str, _Running] = {}
         self._tails: dict[str, deque[str]] = {service.name: deque(maxlen=_TAIL_LINES) for service in services}
         self._ready = False
-        self._said: dict[str, str] = {}  # by the last health check of what was waited for
-        # Set, and replaced by another one, when a service prints a line.
+        self._said: dict[str, str] = {}  # in the last health check of each service waited for
+        # Set, and replaced by a new one, when a service prints a line.
         self._news = asyncio.Event()
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
@@ -196,7 +196,7 @@ class Cluster:
                 raise LaunchError(self._with_tail(service, late)) from None
 
     async def _wait_until_listening(self, peers: str) -> None:
-        """Returns when services take connections, or do not soon: whoever starts behind them can do without."""
+        """Waits, but not long, until services accept connections: one that starts behind them can do without."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LISTENING_WITHIN_S):
                 for service in self._services:
@@ -204,14 +204,14 @@ class Cluster:
                         await self._until(service, lambda said: not said.startswith(health.NO_ANSWER))
 
     async def _until(self, service: ServiceProcess, is_reached: Callable[[str], bool]) -> None:
-        """Returns when what a service's health check says is what one waits for.
+        """Waits until `is_reached` holds for what a service's health check says.
 
         Raises:
-            LaunchError: it does not let us in, and will not by itself.
+            LaunchError: the service refuses us, and waiting will not change that.
         """
         num_refused = 0
-        # Asked anew each time rather than watched: a watch that is cancelled keeps its connection (grpc#43360). One
-        # that prints a line may have come further.
+        # Polled rather than watched: a watch that is cancelled keeps its connection (grpc#43360). A line that a service
+        # prints brings the next check forward, since the service may have got further.
         while True:
             news = self._news
             said = await asyncio.to_thread(health.check, service.address, access=service.access)
@@ -226,7 +226,7 @@ class Cluster:
                     await news.wait()
 
     async def _keep(self, service: ServiceProcess) -> None:
-        """Runs a service again and again; ends only by LaunchError."""
+        """Runs a service again and again; ends only by raising LaunchError."""
         policy = self._new_policy()
         if service.starts_behind:
             await self._wait_until_listening(service.starts_behind)
@@ -261,10 +261,10 @@ class Cluster:
         return status
 
     async def _kill_when_silent(self, service: ServiceProcess, running: _Running) -> None:
-        """Ends a process that does not answer any more. Silence is counted in checks: we may be suspended ourselves."""
+        """Kills a process that no longer answers. Silence is counted in checks: we may be suspended ourselves."""
         num_unanswered, said = 0, ""
         while True:
-            if said != health.SILENT:  # which took its time
+            if said != health.SILENT:  # such a check took that long itself
                 await asyncio.sleep(self._probe_s)
             before, said = said, await self._said_by(service)
             if said.startswith(health.NOT_LET_IN) and not before.startswith(health.NOT_LET_IN):
@@ -275,8 +275,8 @@ class Cluster:
                 num_unanswered = 0
                 continue
             num_unanswered += 1
-            # One that was told to stop takes no connections, and has its time for that.
-            # Between n checks and one more lies the time of n.
+            # A service that was told to stop accepts no connections, and has `stop_within_s` to end.
+            # From the first of n + 1 checks to the last, n times `probe_s` pass.
             num_allowed = _MAX_SILENT - 1 if said == health.SILENT else service.stop_within_s / self._probe_s
             if num_unanswered > num_allowed:
                 break
@@ -284,7 +284,7 @@ class Cluster:
         _kill_group(running.process.pid)
 
     async def _said_by(self, service: ServiceProcess) -> str:
-        """What a health check says, also where the files with which one gets in are gone."""
+        """What a health check says, even if the files that `access` names are gone."""
         try:
             return await asyncio.to_thread(
                 health.check, service.address, timeout_s=self._probe_s, access=service.access
@@ -308,7 +308,7 @@ class Cluster:
         await self._forget(service.name)
 
     async def _forget(self, name: str) -> None:
-        """After a process's end: reads its last words, and ends what it may have left behind in its session."""
+        """After a process has ended: reads its last output, and kills what it may have left running in its session."""
         running = self._running.pop(name)
         _kill_group(running.process.pid)
         await asyncio.wait([running.reader], timeout=1.0)
@@ -331,7 +331,7 @@ class Cluster:
 
 
 def stages(services: Sequence[ServiceProcess]) -> list[list[ServiceProcess]]:
-    """The same services, peers together."""
+    """The services in their order, peers together."""
     return [list(stage) for _, stage in groupby(services, key=lambda service: service.peers or service.name)]
 
 

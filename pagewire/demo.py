@@ -1,4 +1,4 @@
-"""`pagewire demo`: the whole system once, on a real model, from nothing: fetch, start, complete, chat, stop."""
+"""`pagewire demo`: the whole system once, on a real model, from scratch: fetch, start, complete, chat, stop."""
 
 import tempfile
 import time
@@ -20,10 +20,10 @@ _CHAT = Options(temperature=0, max_tokens=128)
 
 
 def run(model: str, console: Console) -> None:
-    """Shows it.
+    """Runs the demo.
 
     Raises:
-        PagewireError: something did not work; with the services' last words.
+        PagewireError: something did not work; includes the services' last log lines if they had started.
     """
     path = models.resolve(model, console)
     with tempfile.TemporaryDirectory(prefix="pagewire-demo-") as folder:

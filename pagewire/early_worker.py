@@ -1,9 +1,9 @@
-"""A worker that is started before anybody knows what it is to be told.
+"""A worker that is started before its arguments are known.
 
-Of all that a cluster's start takes, a worker's imports take longest, and the launcher imports, too, before it
-understands its own command line. So `pagewire up` begins with a worker's process: `python -m worker -` imports what a
-worker needs, and then reads its arguments, of which wrong ones are refused that much later. One that is told nothing
-ends with the launcher.
+In the start of a cluster a worker's imports take longest, and the launcher, too, has imports of its own before it
+understands its command line. So `pagewire up` begins with a worker's process: `python -m worker -` imports what a
+worker needs, and only then reads its arguments, so that wrong ones are refused that much later. A worker that gets no
+arguments ends with the launcher.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ NAME = "worker"
 
 
 class EarlyWorker:
-    """Its process.
+    """The process of a worker that was started early.
 
     Attributes:
-        runner: of the event loop that the process belongs to.
+        runner: runs the event loop that the process belongs to.
     """
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class EarlyWorker:
         self._process = self.runner.run(start(module_command(NAME, ["-"]), stdin=asyncio.subprocess.PIPE))
 
     def become(self, commands: Mapping[str, tuple[str, ...]]) -> dict[str, asyncio.subprocess.Process]:
-        """The process, as what the command line of its name would have started; by that name.
+        """Gives the process the arguments of the command of its name, and returns it by that name.
 
-        A worker alone may use all of this machine, as this process does. Of several each has a part of it, and a name
-        of its own: then the process ends.
+        A single worker may use all of this machine, as this process does. Several workers have a share each, and names
+        of their own: then this process is killed, and the result is empty.
         """
         if NAME not in commands:
             self._process.kill()
@@ -42,5 +42,5 @@ class EarlyWorker:
         return {NAME: self._process}
 
 
-# What this process has begun with, if it has: before there was a command that could hand it on.
+# The worker that `pagewire.__main__` started first of all, if it did, before any command could pass it on.
 started: EarlyWorker | None = None

@@ -1,4 +1,4 @@
-"""The named errors that this room raises: what a server refused, and the base of what goes wrong on this side.
+"""The named errors of this package: those of a server's refusals, and the base of those that arise on this side.
 
 InvalidRequest, Unsupported and NotFound are never worth a retry; QueueFull and Unavailable are, after `retry_after_s`.
 """
@@ -15,17 +15,17 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 
 class PagewireError(Exception):
-    """The base of every error that Pagewire raises on purpose; its text is a sentence for people."""
+    """The base of every error that Pagewire raises on purpose; its text is written for people."""
 
 
 class RequestError(PagewireError):
-    """A call ended with an error status; the base of the named ones, and itself what none of them fits.
+    """A call ended with an error status; the base of the named errors, and raised itself if none of them fits.
 
     Attributes:
         code: the gRPC status code.
-        reason: a stable UPPER_SNAKE_CASE word for programs; "" where the server gave none.
+        reason: a stable UPPER_SNAKE_CASE word for programs; "" if the server gave none.
         violations: every field at fault, as `protos.errors.Violation(field, description)`.
-        retry_after_s: when a retry makes sense, in seconds; None where the server did not say.
+        retry_after_s: seconds after which a retry makes sense; None if the server did not say.
     """
 
     def __init__(self, refusal: Refusal) -> None:
@@ -37,27 +37,27 @@ class RequestError(PagewireError):
 
 
 class InvalidRequest(RequestError):
-    """The request can never be right as it is: `violations` names every field at fault. Nothing was computed."""
+    """The request can never succeed as it is: `violations` names every field at fault. Nothing was computed."""
 
 
 class Unsupported(RequestError):
-    """The server knows what was asked for and cannot do it yet; `violations` names the fields to leave unset."""
+    """The server understands the request but cannot do it yet; `violations` names the fields to leave unset."""
 
 
 class NotFound(RequestError):
-    """Another model is served than the one asked for, or no live request has the id that was asked about."""
+    """The model asked for is not the one served, or no live request has the id asked about."""
 
 
 class AlreadyExists(RequestError):
-    """A live request has this `request_id`."""
+    """A live request already has this `request_id`."""
 
 
 class QueueFull(RequestError):
-    """The server takes no more requests now; try again after `retry_after_s`."""
+    """The server accepts no more requests now; try again after `retry_after_s`."""
 
 
 class Unauthenticated(RequestError):
-    """The server wants a token, and got none or one that it does not know."""
+    """The server requires a token, and got none or one that it does not know."""
 
 
 class DeadlineExceeded(RequestError):
@@ -65,15 +65,15 @@ class DeadlineExceeded(RequestError):
 
 
 class Cancelled(RequestError):
-    """The request was cancelled: its client was closed, or the server or gRPC on the way to it gave it up."""
+    """The request was cancelled: its client was closed, or the server, or gRPC on the way there, gave it up."""
 
 
 class Unavailable(RequestError):
-    """Nobody answers, or the server drains or has lost what it needs; try elsewhere or after `retry_after_s`."""
+    """No server answers, or it is draining or has lost what it needs; try elsewhere or after `retry_after_s`."""
 
 
 class InternalError(RequestError):
-    """A bug of the server; its log has the request id."""
+    """A bug in the server; its log has the request id."""
 
 
 _NAMED: dict[grpc.StatusCode, type[RequestError]] = {
@@ -94,20 +94,20 @@ def named(refusal: Refusal) -> RequestError:
     """The named error for a refusal."""
     error = _NAMED.get(refusal.code, RequestError)
     if error is QueueFull and refusal.retry_delay_ms is None:
-        # gRPC itself says RESOURCE_EXHAUSTED to a message over the size limit, and no retry helps that.
+        # gRPC itself answers RESOURCE_EXHAUSTED to a message over the size limit, and no retry helps.
         error = InvalidRequest
     return error(refusal)
 
 
 def from_rpc_error(error: grpc.RpcError) -> RequestError:
     """The named error for a failed call of a sync or an asyncio stub."""
-    # What the stubs raise is the call itself (sync) or has its methods (asyncio); the base class says neither.
+    # The stubs raise the call itself (sync) or an error with its methods (asyncio); the base class declares neither.
     call = cast(grpc.Call, error)
     return named(from_status(call.code(), call.details() or call.code().name, _details(call)))
 
 
 def _details(call: grpc.Call) -> Status | None:
-    # Read here rather than with grpc_status, whose asyncio half wants the call and not the error that came out of it.
+    # Read here rather than with grpc_status, whose asyncio half needs the call itself, not the error that it raised.
     for key, value in call.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):
             try:

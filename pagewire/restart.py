@@ -1,6 +1,6 @@
-"""`pagewire restart`: processes of a local cluster are replaced, one by one, while it serves.
+"""`pagewire restart`: replaces processes of a local cluster, one by one, while it serves.
 
-This command stops a process, as anybody may; the launcher starts its successor at once, since it ended in order.
+This command only stops a process; since that then ends in order, the launcher starts its successor at once.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ _POLL_S = 0.05
 
 
 def restart(port: int, services: Sequence[str], console: Console, access: Access, timeout_s: float) -> None:
-    """Replaces all processes of these services, the next one when all serve with the successor of the one before.
+    """Replaces all processes of these services, each once all serve again with the successor of the one before.
 
     Args:
-        port: of the cluster.
-        services: in this order.
+        port: the cluster's.
+        services: to be replaced in this order.
         console: shows what happens.
-        access: how one gets in at the routers.
+        access: TLS for the routers, if they have it.
         timeout_s: seconds for each process, from its SIGTERM until all serve again.
 
     Raises:
-        LaunchError: there is no cluster that serves, or not within the time, or not any more; or nothing was stopped,
-            since no router tells its health, by which the end of a restart is known.
+        LaunchError: no cluster serves, or it does not serve again in time, or has ended or been told to stop; or no
+            router tells its health, which shows when a restart is done, and so nothing was stopped.
     """
     running = state.load(port)
     if running is None or not running.serving:
@@ -60,11 +60,11 @@ def _require_a_way_in(running: ClusterState, access: Access) -> None:
 
 
 class _Watch:
-    """Looks at a cluster again and again, for a bounded time, and shows what it waits for.
+    """Polls a cluster, for a bounded time, and shows what it waits for.
 
     Args:
         running: the cluster.
-        end: of the time, by time.monotonic().
+        end: when the time is over, by time.monotonic().
     """
 
     def __init__(self, running: ClusterState, end: float, shown: Status) -> None:
@@ -76,14 +76,14 @@ class _Watch:
         """The cluster as it is a moment later.
 
         Raises:
-            LaunchError: it is too late for what is awaited, or the cluster has ended or is about to.
+            LaunchError: the time is over, or the cluster has ended or was told to stop.
         """
         self._shown.update(f"waiting for {awaited}")
         time.sleep(_POLL_S)
         now = state.load(self._running.port)
         if now is None:
             while self._running.alive and time.monotonic() < self._end:
-                time.sleep(_POLL_S)  # it says last why it ends
+                time.sleep(_POLL_S)  # its last log lines say why it ends
             log_file = self._running.log_file
             tail = f"; its log ends with\n{log_tail(Path(log_file))}" if log_file else ""
             raise LaunchError(f"the cluster has ended while this waited for {awaited}{tail}")
@@ -95,15 +95,15 @@ class _Watch:
 
 
 def _replace(name: str, watch: _Watch, access: Access) -> int:
-    """Stops a process, and gives the pid of its successor once all serve again."""
+    """Stops a process, and returns the pid of its successor once all serve again."""
     while (old := watch.next(f"{name} to run").service_pids.get(name)) is None:
-        pass  # it has died just now, and is about to be started again
+        pass  # it has just died, and is about to be started again
     with contextlib.suppress(ProcessLookupError):
         os.kill(old, signal.SIGTERM)
     while (new := watch.next(f"{name} (pid {old}) to stop").service_pids.get(name)) in (None, old):
         pass
     assert new is not None
-    # Those behind it serve only with it, and none is to be stopped while another one is away.
+    # The services that need it serve only with it, and none is to be stopped while another one is away.
     for each in watch.next(f"{name} (pid {new}) to serve").addresses:
         while health_of(watch.next(f"{each} to serve"), each, access) != health.SERVING:
             pass

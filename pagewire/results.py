@@ -1,4 +1,4 @@
-"""What the clients give back, as plain values, and how they are made of the public API's messages."""
+"""What the clients return, as plain values, and how it is built from the public API's messages."""
 
 import enum
 from collections.abc import Iterable
@@ -13,17 +13,17 @@ class FinishReason(enum.Enum):
 
     # An end-of-sequence id, a stop id or a stop string; `stop_match` says which.
     STOP = "stop"
-    # `max_tokens` or the context length.
+    # `max_tokens`, the context length, or all that the KV cache holds of one request.
     LENGTH = "length"
     # Cancelled, or given up by the server.
     ABORTED = "aborted"
-    # Never started: the prompt can not fit into the KV cache.
+    # Never started: the prompt cannot fit into the KV cache.
     IGNORED = "ignored"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One of the most probable tokens at a place."""
+    """One of the most probable tokens at a position."""
 
     token_id: int
     logprob: float
@@ -31,11 +31,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token's log-probability under the model's own distribution, before all that sampling makes of it.
+    """A token's log-probability under the model's own distribution, before anything that sampling does to it.
 
     Attributes:
-        rank: 1 for the most probable token at its place.
-        top: as many of the most probable ones as were asked for, best first.
+        rank: 1 for the most probable token at its position.
+        top: the most probable tokens there, in the number asked for, best first.
     """
 
     token_id: int
@@ -46,17 +46,17 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one sequence has said since its last delta.
+    """What one sequence has generated since its last delta.
 
     Attributes:
         index: which of the n sequences; from 0.
-        text: never holds half a character.
+        text: whole characters only.
         token_ids: empty unless asked for with `token_ids=True`.
         finish_reason: None while the sequence goes on.
         stop_match: the stop string or the token id that ended the sequence.
         cumulative_logprob: sum of the log-probabilities of the sequence's tokens; set with `finish_reason`.
-        logprobs: of each token; empty unless asked for with `logprobs=N`.
-        finish_message: why it ended, in words, where the request alone does not tell: for want of KV blocks, say.
+        logprobs: one for each token; empty unless asked for with `logprobs=N`.
+        finish_message: why it ended, in words, if the request alone does not tell: for example, for lack of KV blocks.
     """
 
     index: int
@@ -71,7 +71,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Output(Delta):
-    """All that one sequence has said."""
+    """All that one sequence has generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Usage:
     prompt_tokens: int
     # Prompt tokens whose KV was found in the prefix cache.
     cached_prompt_tokens: int
-    # Of all sequences that were sampled, those of `best_of` that are not answered included.
+    # Over all sequences that were sampled, including those of `best_of` that are not returned.
     completion_tokens: int
 
 
@@ -94,19 +94,19 @@ class Timings:
     # Until the first token; 0 when there was none.
     ttft_ms: float
     total_ms: float
-    # How often the request lost its blocks to others and was computed again.
+    # How often the request lost its blocks to others, and was later computed again or swapped in.
     preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """An answer: whole, or as far as its stream has come.
+    """An answer: complete, or as much of it as has arrived so far.
 
     Attributes:
         outputs: one per sequence, by index.
-        usage: None until the answer is whole.
-        timings: None until the answer is whole.
-        prompt_logprobs: of each token of the prompt but the first; empty unless asked for with `prompt_logprobs=N`.
+        usage: None until the answer is complete.
+        timings: None until the answer is complete.
+        prompt_logprobs: one for each prompt token but the first; empty unless asked for with `prompt_logprobs=N`.
     """
 
     request_id: str
@@ -123,7 +123,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is served, and within which limits; the fields are those of GetModelResponse, where each is explained."""
+    """The served model and its limits; the fields are those of GetModelResponse, which explains each of them."""
 
     model: str
     context_length: int
@@ -148,7 +148,7 @@ class Model:
 
 
 class Transcript:
-    """Adds up the messages of one stream to the answer that they make."""
+    """Assembles the messages of one stream into its answer."""
 
     def __init__(self) -> None:
         self._request_id = ""
@@ -158,7 +158,7 @@ class Transcript:
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def add(self, response: pb.GenerateResponse) -> list[Delta]:
-        """Takes the next message; gives its deltas."""
+        """Takes the next message; returns its deltas."""
         self._request_id = response.request_id
         deltas = [_delta(output) for output in response.outputs]
         for delta in deltas:
@@ -176,7 +176,7 @@ class Transcript:
         return self._usage is not None
 
     def received(self) -> list[pb.Received]:
-        """What has come of each sequence, for a server that goes on behind it."""
+        """How much of each sequence has arrived, for a server that continues from there."""
         return [sequence.received(index) for index, sequence in sorted(self._sequences.items())]
 
     def completion(self) -> Completion:
@@ -187,7 +187,7 @@ class Transcript:
 
 @dataclass(slots=True)
 class _Sequence:
-    """Pieces of one sequence, joined only when asked for, and its last delta."""
+    """Pieces of one sequence, joined only on demand, and its last delta."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -221,14 +221,14 @@ class _Sequence:
 
 
 def completion(response: pb.CompleteResponse) -> Completion:
-    """The answer of Complete."""
+    """The answer in a response of Complete."""
     outputs = tuple(Output(**_fields(output)) for output in response.outputs)
     usage, timings = _usage(response.usage), _timings(response.timings)
     return Completion(response.request_id, outputs, usage, timings, _logprobs(response.prompt_logprobs))
 
 
 def model(response: pb.GetModelResponse) -> Model:
-    """The answer of GetModel."""
+    """The model in a response of GetModel."""
     fields = {name: getattr(response, name) for name in Model.__dataclass_fields__}
     return Model(**fields | {"adapters": tuple(response.adapters), "eos_token_ids": tuple(response.eos_token_ids)})
 

@@ -1,7 +1,7 @@
-"""How a call goes on whose server goes: it is made again, a stream's with what has arrived of its answer.
+"""How a call continues when its server goes away: it is made again, for a stream with how much of it has arrived.
 
-A server that dies, drains or is unreachable for a while costs a pause. Nothing is tried for ever: after so many
-attempts in a row without output between, the error is the caller's.
+A server that dies, drains or is unreachable for a while costs only a pause. Nothing is tried for ever: after a number
+of attempts in a row without output in between, the caller gets the error.
 """
 
 import logging
@@ -15,45 +15,45 @@ from pagewire.errors import RequestError
 from pagewire.results import Delta, Transcript
 from protos.pagewire.v1 import generation_pb2 as pb
 
-# With the delays between them, half a minute.
+# With the delays between them, about half a minute.
 _MOST_ATTEMPTS = 12
-# Before anything has come; eleven seconds.
+# The same before anything has arrived; eleven seconds.
 _MOST_BEFORE_BEGUN = 7
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
-# What a server says, or gRPC for it, when it goes and another one may do: ABORTED once a client has tokens, CANCELLED
-# for a call that crosses with its end.
+# Codes from a server, or from gRPC for it, when it goes away and another one may do: ABORTED once a client has tokens,
+# CANCELLED for a call that arrives as the server ends.
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
-# How gRPC begins its sentence where it has not found a server at all.
+# How gRPC's message begins if it has not found a server at all.
 _NOBODY_THERE = ("failed to connect", "errors resolving", "DNS resolution failed")
-# What Envoy says, or gRPC of other proxies, where a call takes longer than they allow: the next one would, too.
+# What Envoy says, or gRPC about other proxies, if a call takes longer than they allow: the next one would, too.
 _OVER_A_PROXYS_LIMIT = ("upstream request timeout", "Received http2 header with status: 504")
-# Another call has resumed the stream: to take it back would go on for ever.
+# Another call has resumed the stream: the two would take it from each other for ever.
 _TAKEN_OVER = "TAKEN_OVER"
-# A server that has no room now, or does not know yet that the broken call is dead. They matter only to who has begun.
+# The server has no room now, or does not know yet that the broken call is dead. For streams that have begun.
 _NOT_YET = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
-# Of a pause this long, in seconds, whoever waits is told, once until the call goes on.
+# A pause of at least this many seconds is logged, once until the call goes on.
 _TOLD_OF_S = 1.0
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Connection:
-    """What the calls of one client tell each other.
+    """What the calls of one client share.
 
     Attributes:
-        was_up: whether a server was there for one of them.
+        was_up: whether one of them found a server.
     """
 
     was_up: bool = False
 
 
 class Attempts:
-    """One request through as many calls as it takes until one is answered.
+    """One request, through call after call until one is answered.
 
     Args:
         timeout: seconds for all calls together; None for no limit.
-        connection: of the client.
+        connection: the client's.
 
     Attributes:
         broken_by: the last call's error, until another call is known to do better.
@@ -69,14 +69,14 @@ class Attempts:
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that are left."""
+        """Seconds that are left; None for no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def delay_after(self, error: RequestError) -> float:
         """Seconds after which to try again.
 
         Raises:
-            RequestError: the error stands.
+            RequestError: `error`, if it is final.
         """
         self.broken_by = error
         self._num_attempts += 1
@@ -89,13 +89,13 @@ class Attempts:
         return delay_s
 
     def _delay_after(self, error: RequestError) -> float | None:
-        """None where the error stands.
+        """Seconds after which to try again; None if the error is final.
 
-        A call is made once more, at once: the connection may have been a dead one. And then for some seconds, if a
-        server was ever there: it may be restarting, or have said when to come back.
+        A call is made again once without delay: the connection may have been a dead one. After that it is repeated for
+        some seconds, if a server was ever there: it may be restarting, or have said when to try again.
         """
         crossed = error.code is grpc.StatusCode.CANCELLED and not error.reason
-        not_yet_dead = error.code is grpc.StatusCode.ALREADY_EXISTS and self._num_attempts > 1  # the call before
+        not_yet_dead = error.code is grpc.StatusCode.ALREADY_EXISTS and self._num_attempts > 1  # of our last call
         if not (error.code is grpc.StatusCode.UNAVAILABLE or crossed or not_yet_dead):
             return None
         if str(error).startswith(_OVER_A_PROXYS_LIMIT):
@@ -109,19 +109,19 @@ class Attempts:
         return self._delay_s(error.retry_after_s)
 
     def _delay_s(self, wanted_s: float | None) -> float | None:
-        """Ever longer from attempt to attempt, and as long as a server wants if that is more; None for too long."""
+        """Ever longer, or what the server wants if that is more, up to a limit; None if the timeout ends before."""
         delay_s = max(_FIRST_DELAY_S * 2 ** (self._num_attempts - 1), wanted_s or 0.0)
         left, delay_s = self.timeout, min(delay_s, _LONGEST_DELAY_S)
         return delay_s if left is None or delay_s < left else None
 
 
 class Resumption(Attempts):
-    """A stream through as many calls as it takes.
+    """One stream, through as many calls as it takes.
 
     Args:
-        request: as it is sent first.
+        request: as first sent.
         timeout: seconds for all calls together; None for no limit.
-        connection: of the client.
+        connection: the client's.
 
     Attributes:
         transcript: what has arrived.
@@ -131,12 +131,12 @@ class Resumption(Attempts):
         super().__init__(timeout, connection)
         self.transcript = Transcript()
         self._request = request
-        # Whether anything has come, and whether the first message told the seed, without which nothing can be resumed.
+        # Whether anything has arrived; and the seed that the first message told, without which nothing can be resumed.
         self._begun = False
         self._seed: int | None = None
 
     def request(self) -> pb.GenerateRequest:
-        """What the next call sends."""
+        """The request that the next call sends."""
         if self._seed is not None:
             self._request.resume.seed = self._seed
             del self._request.resume.received[:]
@@ -144,10 +144,10 @@ class Resumption(Attempts):
         return self._request
 
     def add(self, response: pb.GenerateResponse) -> list[Delta]:
-        """Takes the next message; gives its deltas.
+        """Takes the next message; returns its deltas.
 
         Raises:
-            RequestError: what broke the stream, since this server begins it anew: it knows of no resumption.
+            RequestError: what broke the stream, if this server starts it afresh: it does not support resumption.
         """
         if self.broken_by is not None and self._seed is not None and response.seed != self._seed:
             raise self.broken_by
@@ -162,7 +162,7 @@ class Resumption(Attempts):
         return self.transcript.add(response)
 
     def is_over_after(self, error: RequestError) -> bool:
-        """Whether the answer is whole, so that a call which breaks leaves nothing to resume."""
+        """Whether the answer is complete, so that a call that breaks leaves nothing to resume."""
         return self.transcript.is_whole and error.code in _LOST
 
     def _delay_after(self, error: RequestError) -> float | None:
@@ -173,7 +173,7 @@ class Resumption(Attempts):
         if error.code not in (*_LOST, *_NOT_YET):
             return None
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and self._num_attempts == 1:
-            return None  # of the stream itself, as where its client has not read for long
+            return None  # about the stream itself, as when its client has not read for long
         if self._num_attempts > _MOST_ATTEMPTS:
             return None
         return self._delay_s(error.retry_after_s if error.code in _NOT_YET else None)

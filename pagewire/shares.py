@@ -1,4 +1,4 @@
-"""What each of several workers on this machine may use of it: cores and GPUs, shared out as evenly as they go.
+"""What each of several workers on this machine may use of it: cores and GPUs, divided as evenly as possible.
 
 Neighbours stay together: cores by socket, and the hardware threads of a core side by side, so that two workers do not
 compete for one core while another one idles.
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of what this process may use; without cores or without GPUs all of them, as whoever starts has them.
+    """A part of what this process may use; no cores, or no GPUs, means all of them, as a child inherits them.
 
     Attributes:
-        cores: by the number of the operating system.
+        cores: by the operating system's number.
         gpus: by CUDA's number or name.
     """
 
@@ -31,12 +31,12 @@ class Share:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that show a process its GPUs only."""
+        """Environment variables that let a process see its GPUs only."""
         return {_VISIBLE: ",".join(self.gpus)} if self.gpus else {}
 
 
 def shares(num: int) -> list[Share]:
-    """So many shares of this machine; a single one is all of it."""
+    """`num` shares of this machine; a single one is all of it."""
     if num == 1:
         return [Share()]
     split = zip(parts(_cores(), num), parts(_gpus(), num), strict=True)
@@ -44,7 +44,7 @@ def shares(num: int) -> list[Share]:
 
 
 def parts(things: Sequence[T], num: int) -> list[tuple[T, ...]]:
-    """Neighbours in `num` parts; where there are fewer things than parts, parts in turn have the same one."""
+    """`num` parts of neighbouring things; if there are fewer things than parts, parts share things in turn."""
     if len(things) < num:
         return [tuple(things[part % len(things) :][:1]) if things else () for part in range(num)]
     ends = [len(things) * part // num for part in range(num + 1)]
@@ -52,7 +52,7 @@ def parts(things: Sequence[T], num: int) -> list[tuple[T, ...]]:
 
 
 def _cores() -> list[int]:
-    """Those that this process may use, neighbours side by side."""
+    """The cores that this process may use, neighbours side by side."""
 
     def place(core: int) -> tuple[int, int, int]:
         topology = _CPUS / f"cpu{core}" / "topology"
@@ -67,7 +67,7 @@ def _cores() -> list[int]:
 
 
 def _gpus() -> list[str]:
-    """Those that this process may use; CUDA numbers those that a machine or a container has from 0 on."""
+    """The GPUs that this process may use; CUDA numbers those of a machine or a container from 0 on."""
     told = os.environ.get(_VISIBLE)
     if told is not None:
         return [name.strip() for name in told.split(",") if name.strip()]

@@ -1,6 +1,6 @@
 """What `pagewire up` leaves for `down` and `status` to find: one small JSON file per port, in the user's state folder.
 
-A file whose launcher is gone is stale, whatever has that pid now; `load` clears it away.
+A file whose launcher is gone is stale, whatever has that pid now; `load` removes it.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ class ClusterState:
 
     Attributes:
         launcher_pid: the process that SIGTERM drains.
-        launcher_start_ticks: tells it from a later process of the same pid.
+        launcher_start_ticks: tells it apart from a later process with the same pid.
         target: where clients connect.
-        directory: holds the Unix sockets; goes with the cluster.
+        directory: holds the Unix sockets; removed with the cluster.
         log_file: None for a cluster in the foreground of a terminal.
-        stop_within_s: seconds that its end takes at most.
+        stop_within_s: the most seconds that stopping it takes.
         addresses: where each service answers health checks.
         service_pids: by service name; changes with every restart.
-        serving: whether all services have been up once, and nobody has told them to stop since.
+        serving: whether all services have been up once, and have not been told to stop since.
     """
 
     launcher_pid: int
@@ -64,7 +64,7 @@ def save(state: ClusterState) -> None:
 
 
 def load(port: int) -> ClusterState | None:
-    """The cluster that runs on a port; None where there is none."""
+    """The cluster that runs on a port; None if there is none."""
     try:
         state = ClusterState(**json.loads(_path(port).read_text()))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
@@ -78,7 +78,7 @@ def load(port: int) -> ClusterState | None:
 def remove(state: ClusterState) -> None:
     """Forgets a cluster that has ended."""
     shutil.rmtree(state.directory, ignore_errors=True)
-    with contextlib.suppress(OSError):  # it may be gone, or its folder no more to be written to
+    with contextlib.suppress(OSError):  # it may be gone, or its folder no longer writable
         _path(state.port).unlink()
 
 

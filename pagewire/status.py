@@ -17,7 +17,7 @@ _TIMEOUT_S = 2.0
 
 
 def show(port: int, console: Console, access: Access) -> bool:
-    """Prints what runs on a port of this machine, where one gets in by `access`; gives whether it serves."""
+    """Prints what runs on a port of this machine, asked with `access`; returns whether it serves."""
     running = state.load(port)
     target = running.target if running else f"127.0.0.1:{port}"
     answer = health.check(target, access=access)
@@ -36,12 +36,12 @@ def show(port: int, console: Console, access: Access) -> bool:
 
 
 def health_of(running: ClusterState, name: str, access: Access) -> str:
-    """What one service of a cluster says of its health, where one gets in at the routers by `access`."""
+    """What one service of a cluster says about its health; `access` is for the routers."""
     return health.check(running.addresses[name], access=access if name.startswith("router") else OPEN)
 
 
 def with_remedy(answer: str, access: Access) -> str:
-    """What a router says of its health, and what to say where it may want TLS."""
+    """What a router says about its health, and what to do if it may require TLS."""
     may_want_tls = answer.startswith(health.NO_ANSWER) and not access.is_tls
     return f"{answer}; --ca FILE or --tls, before the command, is for one with TLS" if may_want_tls else answer
 

@@ -1,4 +1,4 @@
-"""How `pagewire generate` and `pagewire chat` show answers: text on standard output as it comes, remarks beside it."""
+"""How `pagewire generate` and `pagewire chat` show answers: text on standard output as it comes, remarks apart."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ _PROMPT = "> "
 
 
 def show(stream: Stream, *, headings: bool) -> Completion:
-    """Writes an answer as it is made, or with headings each of several sequences once it is done; gives all of it."""
+    """Writes an answer as it is generated, or with headings each sequence once it is done; returns all of it."""
     try:
         with stream:
             for delta in stream:
@@ -24,7 +24,7 @@ def show(stream: Stream, *, headings: bool) -> Completion:
                 elif delta.finish_reason is not None:
                     done = next(output for output in stream.completion.outputs if output.index == delta.index)
                     _write(f"--- {delta.index}: {delta.finish_reason.value} ---\n{done.text}\n")
-    except RequestError:  # which is told of in a line of its own
+    except RequestError:  # it is reported on a line of its own
         if not headings and stream.completion.text:
             _write("\n")
         raise
@@ -34,7 +34,7 @@ def show(stream: Stream, *, headings: bool) -> Completion:
 
 
 def summary(completion: Completion, *, streamed: bool = True) -> str:
-    """How fast an answer came, in a line; "" for one that is not whole. One that came at once has no rate."""
+    """How fast an answer came, in a line; "" if it is not complete. Without `streamed` it has no TTFT and no rate."""
     usage, timings = completion.usage, completion.timings
     if usage is None or timings is None:
         return ""
@@ -49,7 +49,7 @@ def summary(completion: Completion, *, streamed: bool = True) -> str:
 
 
 def tokens_per_second(completion: Completion) -> float | None:
-    """Tokens after each sequence's first, over the time after the first token; None where there is no such token."""
+    """Tokens after each sequence's first, over the time after the first token; None if there is no such token."""
     usage, timings = completion.usage, completion.timings
     if usage is None or timings is None:
         return None
@@ -59,7 +59,7 @@ def tokens_per_second(completion: Completion) -> float | None:
 
 
 def remark(completion: Completion, console: Console) -> None:
-    """Says why sequences ended, where the request alone does not tell."""
+    """Says why sequences ended, if the request alone does not tell."""
     for words in dict.fromkeys(output.finish_message for output in completion.outputs if output.finish_message):
         console.print(words, style="yellow", markup=False)
 
@@ -108,7 +108,7 @@ class Conversation:
             remark(completion, self._remarks)
             self._remarks.print(summary(completion), style="dim", markup=False)
         finally:
-            # What was said before an interruption stays said; a turn that got no answer is forgotten.
+            # What was said before an interruption is kept; a turn that got no answer is forgotten.
             if answer := stream.completion.text:
                 self._messages += [asked, Message(role="assistant", content=answer)]
 

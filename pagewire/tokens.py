@@ -1,4 +1,4 @@
-"""`pagewire token new`: a bearer token, and its entry for the router's token file, which knows it by its hash."""
+"""`pagewire token new`: a bearer token, and its entry for the router's token file, which holds only its hash."""
 
 import hashlib
 import re
@@ -14,7 +14,7 @@ class TokenError(PagewireError):
 
 
 def new(name: str) -> tuple[str, str]:
-    """A token of 256 random bits for the tenant `name`, and the lines that let it in.
+    """A token of 256 random bits for the tenant `name`, and its lines for the router's token file.
 
     Raises:
         TokenError: the router would refuse the name.

@@ -1,6 +1,6 @@
 """`pagewire top`: the scheduler's state as it changes; a view on a terminal, else a line of figures for each state.
 
-Several schedulers are shown taken together, and each in a line of its own.
+Several schedulers are shown in total, and each on a line of its own.
 """
 
 import time
@@ -19,7 +19,7 @@ from protos.pagewire.v1 import introspection_pb2 as pb
 
 _TIMEOUT_S = 5.0
 _RETRY_S = 1.0
-# A server that was there and is away for longer is not watched any more.
+# A server that has been away for longer than this is no longer watched.
 _GIVE_UP_S = 60.0
 _MAX_BAR_CELLS = 60
 _HEADING_CELLS = 12
@@ -29,7 +29,7 @@ def run(target: str, interval_s: float, *, once: bool, console: Console, access:
     """Shows a server's state until Ctrl-C, or once.
 
     Raises:
-        RequestError: it does not answer, or has not for a minute.
+        RequestError: it does not answer at first, or has been away for a minute, or refuses.
     """
     view = View(target, console)
     if once:
@@ -39,7 +39,7 @@ def run(target: str, interval_s: float, *, once: bool, console: Console, access:
         return
     try:
         answers = watch(target, interval_s, access=access)
-        view.take(next(answers))  # which may be an error, before the screen is touched
+        view.take(next(answers))  # which may raise, before the screen is touched
         if view.draws:
             with Live(view.picture(), console=console, auto_refresh=False) as live:
                 for answer in answers:
@@ -61,10 +61,10 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     access: Access = OPEN,
 ) -> Iterator[pb.WatchStateResponse | Unavailable]:
-    """States as they come, for ever; while a server that was there does not answer, its error before each retry.
+    """States as they come, for ever; while a server that has answered is away, its error before each retry.
 
     Raises:
-        RequestError: it was not there, has been away for a minute, or refuses.
+        RequestError: it was not there at first, has been away for a minute, or refuses.
     """
     request = pb.WatchStateRequest(interval_ms=round(interval_s * 1e3))
     answered_at: float | None = None
@@ -82,10 +82,10 @@ def watch(
 
 
 class View:
-    """The newest state, and how fast steps came since the one before.
+    """The latest state, and the rate of steps since the one before.
 
     Attributes:
-        draws: whether it is a picture; else it is a line.
+        draws: whether `print` shows a picture, else lines.
     """
 
     def __init__(self, target: str, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -98,11 +98,11 @@ class View:
         self._error: RequestError | None = None
         self._taken_at: float | None = None
         self._steps_per_s: float | None = None
-        # By the scheduler's address.
+        # By scheduler address.
         self._num_steps: Mapping[str, int] = {}
 
     def take(self, answer: pb.GetStateResponse | pb.WatchStateResponse | RequestError) -> None:
-        """Takes the next state, or the error that came in its place; the state before it stays in the picture."""
+        """Takes the next state, or the error in its place, after which the picture keeps the state before."""
         if isinstance(answer, RequestError):
             self._error, self._taken_at, self._steps_per_s = answer, None, None
             return
@@ -110,7 +110,7 @@ class View:
         named = {row.address: row.state.num_steps for row in answer.schedulers if row.HasField("state")}
         last, self._num_steps = self._num_steps, named or {"": answer.state.num_steps}
         now, before = self._clock(), self._taken_at
-        # One that has come back, or was started again, counts from the next state on.
+        # A scheduler that has come back, or was restarted, counts from the next state on.
         gains = [num - last[address] for address, num in self._num_steps.items() if num >= last.get(address, num + 1)]
         self._steps_per_s = None if before is None or not gains else sum(gains) / max(now - before, 1e-9)
         self._error, self._taken_at = None, now
@@ -123,7 +123,7 @@ class View:
             self._console.print("\n".join(self.lines()), markup=False)
 
     def lines(self) -> list[str]:
-        """All figures in one line, each behind its name; then one for each scheduler if there are several."""
+        """All figures in one line, each after its name; then a line for each scheduler if there are several."""
         now = f"{datetime.now():%H:%M:%S}"
         if self._error is not None:
             return [f"{now} no answer: {self._error}"]
@@ -157,7 +157,7 @@ class View:
         return [f"{now} {each}" for each in (figures, *map(in_a_line, self._schedulers))]
 
     def picture(self) -> Group:
-        """The same to look at: a bar for each pool, and sentences."""
+        """The same as a picture: a bar for each pool, and sentences."""
         state, pool = self._state, self._state.block_pool
         width = max(8, min(_MAX_BAR_CELLS, self._console.width - _HEADING_CELLS))
         table = Table.grid(padding=(0, 2))

@@ -23,18 +23,18 @@ from pagewire.state import ClusterState
 from protos import logs
 
 _COLOURS = {"worker": "magenta", "scheduler": "cyan", "router": "green"}
-# The path of a socket in our folder must stay below Linux's 108 bytes, and be an address as it is, in a list too.
+# A socket's path in our folder must stay below Linux's 108 bytes, and be an address unescaped, in a list too.
 _LONGEST_FOLDER = 70
 _PLAIN_FOLDER = r"[A-Za-z0-9_./+-]+"
 log = logging.getLogger(__name__)
 
 
 def up(options: LaunchOptions, worker: EarlyWorker | None = None) -> int:
-    """Runs the cluster until Ctrl-C, SIGTERM or the terminal's end drains it; Ctrl-C once more ends it at once.
+    """Runs the cluster until Ctrl-C, SIGTERM or the terminal's end drains it; a second Ctrl-C ends it at once.
 
     Args:
-        options: of the cluster.
-        worker: one that is started already.
+        options: the cluster's.
+        worker: one that has been started already, if any.
 
     Returns:
         The exit status.
@@ -87,7 +87,7 @@ class _Foreground:
         self._is_saved = False
 
     async def run(self) -> int:
-        """Until a signal; gives the exit status."""
+        """Runs until a signal; returns the exit status."""
         self._start_logging()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
@@ -99,24 +99,24 @@ class _Foreground:
             await self._cluster.run(self._stop, self._ready)
         finally:
             state.remove(self._state)
-            self._status.stop()  # which fails where the terminal is gone
+            self._status.stop()  # which fails if the terminal is gone
         return 1 if self._forced else 0
 
     def _start_logging(self) -> None:
-        """As the router does; what it refuses of this, it refuses in better words."""
+        """Logs as the router does; what the router refuses of this, it refuses with a better message."""
         level = self._options.value("router", "log-level", "info")
         form = self._options.value("router", "log-format", "text")
         logs.start("launcher", level if level in get_args(logs.LogLevel) else "info", form)
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
-            if number == signal.SIGINT:  # who says SIGTERM again may be another one, who does not know of the first
+            if number == signal.SIGINT:  # a second SIGTERM may come from a sender that does not know of the first
                 self._forced = True
                 self._cluster.kill()
             return
         self._begin_stop()
         self._status.update("finishing live requests; Ctrl-C once more ends them")
-        if self._console.is_terminal and number != signal.SIGHUP:  # which says that the terminal is gone
+        if self._console.is_terminal and number != signal.SIGHUP:  # SIGHUP says that the terminal is gone
             self._status.start()
         log.info("stopping")
 
@@ -147,7 +147,7 @@ class _Foreground:
         except OSError as error:
             if not self._is_saved:
                 raise LaunchError(f"the state can not be written, by which others find it: {error}") from error
-            # The disk is full, say; what runs serves all the same.
+            # The disk may be full; what runs serves all the same.
             log.warning("the state file is as it was, for `status` and `down`", extra={"error": str(error)})
         self._is_saved = True
 
@@ -158,10 +158,10 @@ class _Foreground:
             else:
                 print(line, flush=True)
         except BrokenPipeError:
-            # `pagewire up | head`: nobody reads any more.
+            # `pagewire up | head`: the reader is gone.
             self._begin_stop()
         except (OSError, ValueError):
-            # A full disk, or no such characters: the line is lost, and services are not to wait for the next one.
+            # A full disk, or an encoding without these characters: the line is lost, but must not hold up the services.
             pass
 
 
