@@ -1,7 +1,7 @@
 """Activations of the MLP: gated SiLU, and GELU in both of its forms, gated and plain.
 
-SwiGLU and GEGLU: Shazeer 2020, arXiv:2002.05202; GELU: Hendrycks & Gimpel 2016, arXiv:1606.08415. A program for each
-(row, part of 1,024 columns). It rounds where the twins in `kernels.reference` round: after the activation, before the
+SwiGLU and GEGLU: Shazeer 2020, arXiv:2002.05202; GELU: Hendrycks & Gimpel 2016, arXiv:1606.08415. One program per (row,
+part of 1,024 columns). It rounds where the twins in `kernels.reference` round: after the activation, before the
 product.
 """
 
@@ -58,12 +58,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> PlainLinear:
-    """See `reference.linear`: torch's product, whose gate is a launch of ours behind it."""
+    """See `reference.linear`: torch's product, followed by a launch of our own for the gate."""
     return PlainLinear(weight, bias, linear_finish(silu_and_mul, widened=widened, gated=gated))
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-    """gelu(first half) * second half of the last dimension: GEGLU's gate; else as `silu_and_mul`.
+    """gelu(first half) * second half of the last dimension: GEGLU's gate; otherwise like `silu_and_mul`.
 
     Args:
         x: [num_tokens, 2 * size]; rows may be strided.
@@ -77,7 +77,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
     Args:
         x: [num_tokens, size]; rows may be strided.
-        approximate: "none" for the Gaussian's own integral, "tanh" for its approximation, as torch names them.
+        approximate: "none" for the exact Gaussian integral, "tanh" for its approximation, as torch names them.
 
     Returns:
         Like `x`, contiguous.

@@ -1,4 +1,4 @@
-"""What the launches of one paged attention have in common, made once by its wrapper."""
+"""What the launches of one paged attention call have in common, computed once by its wrapper."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ class AttentionShape:
 
     Attributes:
         group: query heads that share a K/V head.
-        head_dim: as it is.
+        head_dim: without padding.
         padded_dim: the power of two that holds it.
-        block_size: tokens of a block.
-        window: tokens that a query sees, its own one included; 0: all.
+        block_size: tokens in a block.
+        window: tokens that a query sees, including its own; 0: all.
         short_rows: rows of the smallest tile, queries times heads of a group.
-        short_queries: a row of up to so many queries is short.
+        short_queries: the most queries of a short row.
         precision: of the products, as `tl.dot` names it.
-        score_scale: factor of the scores, which are taken to the base 2.
-        cap: the bound of capped scores, to the base 2, whose `score_scale` makes them tanh's argument; 0: not capped.
+        score_scale: factor that makes products scores to the base 2, or, if capped, tanh's argument.
+        cap: the bound of capped scores, to the base 2; 0: not capped.
     """
 
     group: int

@@ -1,8 +1,8 @@
-"""The inner loop of paged attention: a tile of queries meets the tokens of a range, a tile of K and V at a time.
+"""The inner loop of paged attention: a tile of queries attends to a range of tokens, a tile of K and V at a time.
 
 Online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867, Alg. 3; in tiles: FlashAttention-2, Dao 2023,
 arXiv:2307.08691, Alg. 1. Tokens are looked up in the block table one by one, so a tile may begin anywhere, and may be
-longer or shorter than a block. Where q and the cache differ in dtype, they meet in float32.
+longer or shorter than a block. If q and the cache differ in dtype, both are widened to float32.
 """
 
 import triton
@@ -15,13 +15,13 @@ def attend_tiles(
     maximum: tl.tensor,  # [M] float32: the largest score so far, to the base 2
     normalizer: tl.tensor,  # [M] float32: the sum of the weights so far
     q: tl.tensor,  # [M, D]
-    positions: tl.tensor,  # [M] of the queries in their sequence; for CAUSAL and WINDOW
+    positions: tl.tensor,  # [M], of the queries in their sequence; for CAUSAL and WINDOW
     k_head: tl.tensor,  # pointer to slot 0 of the K/V head
     v_head: tl.tensor,
     table: tl.tensor,  # pointer to the row's block table
     begin: tl.tensor,  # the range of tokens
     end: tl.tensor,
-    score_scale: tl.tensor,  # makes a product a score to the base 2, or for CAPPED tanh's argument
+    score_scale: tl.tensor,  # makes a product a score to the base 2, or, for CAPPED, tanh's argument
     cap: tl.tensor,  # for CAPPED, the largest score to the base 2
     block_stride: tl.tensor,
     token_stride: tl.tensor,
@@ -29,9 +29,9 @@ def attend_tiles(
     PADDED_DIM: tl.constexpr,  # D, a power of two
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    CAUSAL: tl.constexpr,  # some query sees only some of the tokens
+    CAUSAL: tl.constexpr,  # some query may see only some of the tokens
     RAGGED: tl.constexpr,  # `end` may lie inside a tile
-    WINDOW: tl.constexpr,  # tokens that a query sees, its own one included; 0: all
+    WINDOW: tl.constexpr,  # tokens that a query sees, including its own; 0: all
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -40,7 +40,7 @@ def attend_tiles(
     offsets = tl.arange(0, TILE)
     dims = tl.arange(0, PADDED_DIM)
     for start in tl.range(begin, end, TILE):
-        # -- load K and V; what stands behind `end` is not read: 0 * NaN would be NaN --
+        # -- load K and V; nothing past `end` is read: 0 * NaN would be NaN --
         tokens = start + offsets
         inside = tokens < end
         if RAGGED:

@@ -1,6 +1,6 @@
 """Compiles `csrc/` into one shared library, for the install hook and by hand (`python -m kernels.build`).
 
-It needs no torch, neither to compile against nor to import. One source is compiled once for each instruction-set level
+It needs no torch, neither to compile against nor to import. One source is compiled once for each instruction-set level,
 with that level's flags; which level runs is chosen when the library is loaded, so it may be built on another machine.
 """
 
@@ -20,7 +20,7 @@ LIBRARY = Path(__file__).parent / "cpu_kernels.so"
 
 _X86_AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _X86_AVX512 = (*_X86_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
-# From what runs everywhere to what needs most; a CPU that runs one runs those before it.
+# From the level that runs everywhere to the most demanding one; a CPU that runs one also runs those before it.
 X86_LEVELS: dict[str, tuple[str, ...]] = {
     "portable": (),
     "avx2": _X86_AVX2,
@@ -29,20 +29,20 @@ X86_LEVELS: dict[str, tuple[str, ...]] = {
     "amx_bf16": (*_X86_AVX512, "-mavx512bf16", "-DTILES"),
 }
 OTHER_LEVELS: dict[str, tuple[str, ...]] = {"portable": ()}
-# What tests run and nothing else: the kernels of a level that few machines have, on a model of its instructions.
+# For tests only: the kernels of a level that few machines have, on a model of its instructions.
 MODELS: dict[str, tuple[str, ...]] = {"amx_model": ("-DTILES", "-DTILE_MODEL")}
 
-# Sums may not be reordered, so no -ffast-math: a result depends on the level, but on nothing else. And no -O3: the
-# loops that matter are written in vectors, so it makes the code half as large again and no faster.
+# Sums must not be reordered, so no -ffast-math: a result depends on the level, but on nothing else. And no -O3: the
+# loops that matter are written with vectors, so it would make the code half as large again and no faster.
 FLAGS = (
     *("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"),
     *("-fno-exceptions", "-fno-rtti", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"),
-    "-Wno-maybe-uninitialized",  # of GCC 12's own headers
+    "-Wno-maybe-uninitialized",  # in GCC 12's own headers
 )
 
 
 class BuildError(Exception):
-    """There is no library, and why."""
+    """The library was not built; the message says why."""
 
 
 def levels() -> dict[str, tuple[str, ...]]:
@@ -51,7 +51,7 @@ def levels() -> dict[str, tuple[str, ...]]:
 
 
 def source_digest() -> str:
-    """Stands for all that the library is made of, so that one which was built from something else is known."""
+    """A digest of all that the library is built from, so that one built from something else is recognized."""
     digest = hashlib.sha256(repr((FLAGS, levels(), MODELS)).encode())
     for path in sorted(SOURCES.glob("*.?pp")):
         digest.update(path.name.encode() + path.read_bytes())
@@ -59,10 +59,10 @@ def source_digest() -> str:
 
 
 def build() -> Path:
-    """Compiles the library, unless the one that is there was built from the same sources.
+    """Compiles the library, unless the existing one was built from the same sources.
 
     Raises:
-        BuildError: there is no compiler, or it fails.
+        BuildError: there is no compiler, or it failed.
     """
     digest = source_digest()
     if is_built_from(digest):
@@ -79,7 +79,7 @@ def build() -> Path:
         commands.append([compiler, *FLAGS, define, "-c", str(SOURCES / "library.cpp"), "-o", str(objects[-1])])
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as pool:
             list(pool.map(_run, commands))
-        # Beside the old one and then in its place: a process that has that one loaded keeps it.
+        # Written beside the old one and then moved into its place: a process that has the old one loaded keeps it.
         unfinished = LIBRARY.with_name(f".{LIBRARY.name}.{os.getpid()}")
         try:
             _run([compiler, "-shared", *map(str, objects), "-o", str(unfinished)])
@@ -90,12 +90,12 @@ def build() -> Path:
 
 
 def is_built_from(digest: str) -> bool:
-    """Whether the library is there and was built from sources of this digest; without loading it."""
+    """Whether the library exists and was built from sources of this digest; does not load it."""
     return LIBRARY.exists() and digest.encode() in LIBRARY.read_bytes()
 
 
 def _find_compiler() -> str:
-    """The compiler that $CXX names, or else g++ or clang++."""
+    """The compiler that $CXX names, or else g++, clang++ or c++."""
     named = os.environ.get("CXX")
     for name in [named] if named else ["g++", "clang++", "c++"]:
         if (found := shutil.which(name)) is not None:

@@ -1,6 +1,6 @@
 """Which implementation of the operations a model runs on: chosen once, when it is built, and handed to its layers.
 
-CUDA: Triton. CPU: C++. Elsewhere, and where these can not be used, the torch twins, with a note that says why.
+CUDA: Triton. CPU: C++. Elsewhere, and where these cannot be used, the torch twins, with a note that says why.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +27,15 @@ LinearLayer = Callable[[Tensor], Tensor]
 
 
 class PackLinear(Protocol):
-    """Makes a linear layer out of its weight and bias; see `reference.linear`."""
+    """Makes a linear layer from its weight and bias; see `reference.linear`."""
 
     def __call__(
         self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
     ) -> LinearLayer:
-        """The layer, whose weight may be a copy in another layout."""
+        """Returns the layer, whose weight may be a copy in another layout."""
 
 
-# What the Triton kernels take at most, and what Triton compiles for at least.
+# The largest head that the Triton kernels take, and the lowest compute capability that Triton compiles for.
 _MOST_HEAD_DIM = 256
 _LEAST_CAPABILITY = (8, 0)
 
@@ -46,13 +46,13 @@ class Operations:
 
     Attributes:
         name: for the log.
-        note: why it is not a faster one; empty when there is none.
-        reads_behind_context: whether attention reads slots behind a row's context and then masks them, so that a block
-            which a sequence enters has to hold something finite.
-        decoder: makes one call of all layers of a decoder like Llama's, or gives None; None: it can not. What that
-            computes is what the other operations do, called by the model.
-        recordable: whether no operation of a forward pass looks at what is on the device, so that one can be recorded
-            as a CUDA graph.
+        note: why it is not a faster one; empty if none is faster.
+        reads_behind_context: whether attention reads slots past a row's context and then masks them, so that a block
+            that a sequence begins to use must hold finite values.
+        decoder: makes one call of all layers of a decoder like Llama's, or returns None if it cannot for these; None:
+            it never can. The call computes what the other operations do when the model calls them.
+        recordable: whether no operation of a forward pass makes the host read the device's memory, so that the pass can
+            be recorded as a CUDA graph.
     """
 
     name: str
@@ -85,10 +85,10 @@ def choose(
     """The fastest implementation for a model and its cache.
 
     Args:
-        device: where both are.
+        device: of both.
         dtype: of the model.
-        head_dim: values of a head.
-        block_size: tokens of a block.
+        head_dim: values in a head.
+        block_size: tokens in a block.
         cache_dtype: of the cache; None: the model's.
     """
     cache_dtype = cache_dtype or dtype
@@ -130,7 +130,7 @@ def triton_kernels() -> Operations:
     Raises:
         ImportError: Triton is not installed.
     """
-    # Imported here and nowhere else: a worker on a CPU neither needs Triton installed nor waits for it.
+    # Imported here and nowhere else: a worker on a CPU neither needs Triton installed nor waits for its import.
     from triton import __version__ as version
 
     from kernels import activation, copy_blocks, paged_attention, reshape_and_cache, rms_norm, sampling
@@ -154,7 +154,7 @@ def triton_kernels() -> Operations:
 
 
 def cpp(kernels: CpuKernels) -> Operations:
-    """The C++ kernels at their level; the torch twins of what torch does as fast, or what is no matter of a step."""
+    """The C++ kernels at their level; the torch twins where torch is as fast, or where it does not matter to a step."""
     return replace(
         torch_reference(),
         name=f"cpu: C++ {kernels.level}",
@@ -221,5 +221,5 @@ def _linear_by_torch(
 
 
 def with_int8_weights(operations: Operations) -> Operations:
-    """The same, but that linear layers made by them have weights of 8 bits."""
+    """The same operations, except that linear layers made by them have 8-bit weights."""
     return replace(operations, name=f"{operations.name}, int8 weights", linear=operations.int8_linear)

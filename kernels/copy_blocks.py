@@ -1,10 +1,10 @@
 """Copying blocks: onto others of the same cache, and between a GPU's cache and a pool in the CPU's memory.
 
-One launch for all blocks and layers. A block lies in pieces, one in each layer for K and one for V, often of no more
-than some tens of KiB: a copy engine that is given them one by one spends more time on starting than on moving. So
-programs copy, each a part of a piece at a time, in a grid that is a fixed share of the GPU: memory of the CPU that is
-pinned has an address on the GPU too, and a few dozen programs keep enough of it on its way to fill the link. That way
-of swapping leaves most multiprocessors to a forward pass beside it.
+One launch copies all blocks of all layers. A block is stored in pieces, one for K and one for V in each layer, often of
+no more than some tens of KiB: a copy engine that gets them one by one spends more time on starting than on moving. So
+programs copy them, each a part of a piece at a time, in a grid that is a fixed share of the GPU: the CPU's pinned
+memory has an address on the GPU too, and a few dozen programs keep enough of it in flight to fill the link. Swapping
+this way leaves most multiprocessors to a forward pass beside it.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.forms import check_swap
 
-_WORDS = 2048  # of 8 bytes: what a program has on its way at once
+_WORDS = 2048  # of 8 bytes: what a program has in flight at once
 _PROGRAMS_ON_LINK = 64
 _PROGRAMS_IN_MEMORY = 2048
 _NUM_WARPS = 8
@@ -49,9 +49,9 @@ def _copy_pieces_kernel(
 def copy_blocks(kv_cache: Tensor, block_pairs: Tensor) -> None:
     """Copies blocks onto others of the same cache in all layers; every block is read before any is written.
 
-    Runs on the current stream and returns at once. Where the pairs are in the CPU's memory, as a step brings them, it
-    shows there whether a block is both read and written; only then are blocks moved aside first. Pairs on the GPU can
-    not be looked at without waiting, so all their blocks are.
+    Runs on the current stream and returns at once. If the pairs are in the CPU's memory, as a step brings them, the
+    host can see which blocks are both read and written; only those are moved aside first. Pairs on the GPU cannot be
+    looked at without waiting, so all their blocks are moved aside.
 
     Args:
         kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], contiguous, written in place.
@@ -77,15 +77,15 @@ def copy_blocks(kv_cache: Tensor, block_pairs: Tensor) -> None:
 def swap_blocks(source: Tensor, destination: Tensor, block_pairs: Tensor) -> None:
     """Copies blocks between a cache on the GPU and a pool in pinned memory of the CPU, in all layers.
 
-    Runs on the current stream and returns at once, so its order is the caller's. On a side stream: it waits for an
-    event that was recorded after the last write of what it reads (swapping out: the forward pass that wrote the blocks;
-    swapping in: the swap-out that filled the CPU's blocks) and after the last use of what it overwrites; and whoever
-    reads what it wrote, or writes what it read, waits for an event recorded after it. The CPU may look at the pool
-    after synchronizing with that event.
+    Runs on the current stream and returns at once, so ordering is up to the caller. On a side stream: let it wait for
+    an event that was recorded after the last write of what it reads (swapping out: the forward pass that wrote the
+    blocks; swapping in: the swap-out that filled the CPU's blocks) and after the last use of what it overwrites; and
+    let whatever reads what it wrote, or writes what it read, wait for an event recorded after it. The CPU may look at
+    the pool after synchronizing with that event.
 
     Args:
         source: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], contiguous; on a GPU, or pinned.
-        destination: like `source` but for num_blocks, written in place.
+        destination: like `source` except for num_blocks; written in place.
         block_pairs: [num_pairs, 2] int64, (from, to); no block is written twice. On the CPU or on the GPU.
     """
     _check(source, destination, block_pairs)
@@ -102,7 +102,7 @@ def _launch(source: Tensor, destination: Tensor, block_pairs: Tensor, most_progr
         return
     device = source.device if source.is_cuda else destination.device
     if device.type == "cuda" and not block_pairs.is_cuda:
-        block_pairs = block_pairs.pin_memory()  # a copy out of other memory would wait for the device
+        block_pairs = block_pairs.pin_memory()  # a copy from unpinned memory would wait for the device
     source_words, destination_words = _as_words(source), _as_words(destination)
     piece = source_words.shape[-1]
     num_parts = source_words.shape[0]
@@ -121,7 +121,7 @@ def _launch(source: Tensor, destination: Tensor, block_pairs: Tensor, most_progr
 
 
 def _as_words(kv_cache: Tensor) -> Tensor:
-    """[num_layers * 2, num_blocks, words of a piece], in the widest integers that a piece is made of."""
+    """[num_layers * 2, num_blocks, words of a piece], in the widest integers that divide a piece, or else as it is."""
     num_layers, two, num_blocks = kv_cache.shape[:3]
     pieces = kv_cache.view(num_layers * two, num_blocks, -1)
     for words in (torch.int64, torch.int32):

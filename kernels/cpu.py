@@ -1,13 +1,13 @@
 """The operations in C++ for CPUs: `csrc/`, compiled at installation, called through ctypes on the tensors' addresses.
 
-Each level of `kernels.build` is a whole set of operations; `CpuKernels` takes the best that this CPU runs, or the one
-it is told. What an operation means is said in `kernels.reference`; here are the checks, and what is this backend's own:
-the layout of the cache. A block holds, for each K/V head in turn,
+Each level of `kernels.build` is a full set of operations; `CpuKernels` takes the best level that this CPU runs, or the
+one it is told. `kernels.reference` says what each operation means; here are the checks, and what is specific to this
+backend: the layout of the cache. A block holds, for each K/V head in turn,
 
     K: [head_dim / unit, block_size, unit]        V: [block_size / unit, head_dim, unit]
 
 where a unit is what a dot product takes in at once: 2 bfloat16, or 1 value of another dtype. The tensors keep the
-shape that they have everywhere, [num_blocks, block_size, num_kv_heads, head_dim], for those who move whole blocks.
+shape that they have everywhere, [num_blocks, block_size, num_kv_heads, head_dim], for code that moves whole blocks.
 """
 
 import ctypes
@@ -58,14 +58,14 @@ _SCORES_OF_ROWS = (c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int, *_THREAD
 _SAMPLING = (c_void_p, c_int64, *[c_void_p] * 8, c_int, c_int, *_THREADS)
 _GATE = (c_int, c_void_p, c_void_p, c_int64, c_int64, *_THREADS)
 
-# Where the time to decode a weight hides behind that of reading it.
+# Levels at which the time to decode a weight hides behind that of reading it.
 _CODING_LEVELS = ("avx2", "avx512", "avx512_bf16", "amx_bf16", "amx_model")
-# With dot products of 8 bits.
+# Levels with dot products of 8 bits.
 SCREENING_LEVELS = ("avx512", "avx512_bf16")
 
 
 class KernelsUnavailable(Exception):
-    """The library can not be used here, and why."""
+    """The library cannot be used here; the message says why."""
 
 
 def unit_of(dtype: torch.dtype) -> int:
@@ -77,7 +77,7 @@ class CpuKernels:
     """The operations at one level, on as many threads as torch has when this is made.
 
     Args:
-        level: one of `kernels.build.levels()`, or for tests of its `MODELS`; None for the best.
+        level: one of `kernels.build.levels()`, or, for tests, of `kernels.build.MODELS`; None for the best.
 
     Raises:
         KernelsUnavailable: there is no library, it is older than its sources, or the CPU does not run the level.
@@ -126,7 +126,7 @@ class CpuKernels:
         softcap: float | None = None,
         bounds: BatchBounds | None = None,
     ) -> Tensor:
-        """See `reference.paged_attention`; slots behind the context may hold anything, and indices are int32."""
+        """See `reference.paged_attention`; slots past the context may hold anything, and indices are int32."""
         check_reach(window, softcap)
         check_attention(q, k_cache, v_cache, block_tables, query_starts, context_lengths)
         num_tokens, num_heads, head_dim = q.shape
@@ -300,7 +300,7 @@ class CpuKernels:
         sequence_indexes: Tensor,
         filters: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
-        """See `reference.sample_tokens`, which draws where a row asks for typical tokens."""
+        """See `reference.sample_tokens`, which is called if any row asks for typical tokens."""
         names = (seeds, positions, sequence_indexes)
         check_sampling(logits, temperatures, names, filters)
         if filters is not None and bool((filters[3] < 1).any()):
@@ -350,7 +350,7 @@ class CpuKernels:
         return self._encode(*arguments, self._region, self._num_threads)
 
     def decoder(self, shape: DecoderShape, layers: Sequence[DecoderLayer], norm: Tensor) -> CpuDecoder | None:
-        """The layers of a decoder like Llama's as one; None where they are not all made of `CpuLinear`."""
+        """The layers of a decoder like Llama's as one call; None if they are not all made of `CpuLinear`."""
         parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         if not all(isinstance(part, CpuLinear) for part in parts):
             return None
@@ -367,12 +367,12 @@ class CpuKernels:
 
 
 def pin_threads() -> bool:
-    """Binds the OpenMP threads of the calling thread to a core each, if they are to have all cores of this process.
+    """Binds each OpenMP thread of the calling thread to a core, if there is one thread for each core of this process.
 
-    Linux may leave two threads that wake each other in turn on one core for minutes while another one is idle. Each of
-    the hundreds of barriers of a step then costs a switch between them: 110 us instead of 1.3, measured, and two to
-    three times the time for a decode step. `OMP_PROC_BIND` would do, but would bind the process's other threads as
-    well, since it is read before they are started.
+    Linux may leave two threads that wake each other in turn on one core for minutes while another core is idle. Each of
+    the hundreds of barriers of a step then costs a switch between them: 110 us instead of 1.3, measured, and a decode
+    step takes two to three times as long. `OMP_PROC_BIND` would do, but would also bind the process's other threads,
+    since it is read before they are started.
 
     Returns:
         Whether they are bound.
@@ -414,10 +414,9 @@ def _load_library() -> ctypes.CDLL:
 
 
 def _parallel_region() -> tuple[int | None, int | None]:
-    """Where GOMP_parallel and omp_get_num_threads are in the OpenMP runtime that torch has loaded; None, one thread, if
-    it has none.
+    """The addresses of GOMP_parallel and omp_get_num_threads in torch's OpenMP runtime; None (one thread) without one.
 
-    See csrc/threads.hpp for what it is for.
+    See csrc/threads.hpp for what they are for.
     """
     folder = Path(torch.__file__).parent
     candidates = [*folder.glob("lib/lib*omp*"), *folder.parent.glob("torch.libs/lib*omp*"), None]

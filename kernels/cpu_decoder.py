@@ -1,4 +1,4 @@
-"""The layers of a decoder in one call of C++: `csrc/decoder.hpp`, whose structs these are."""
+"""The layers of a decoder in one call of C++; the structs are those of `csrc/decoder.hpp`."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -47,13 +47,13 @@ class DecoderLayer:
 
     Attributes:
         attention_norm: [hidden_size].
-        qkv: whose outputs are queries, keys and values, side by side.
-        head_norms: of each query head and of each key head before they turn, [head_dim] each; None: there are none.
-        output: of the attended values.
+        qkv: a linear layer whose outputs are queries, keys and values, side by side.
+        head_norms: for each query head and each key head before rotation, [head_dim] each; None: there are none.
+        output: the linear layer after attention.
         mlp_norm: [hidden_size].
-        gate_up: gated.
-        down: of what that gives.
-        window: how many tokens a query sees; None: all before it.
+        gate_up: a gated linear layer.
+        down: the linear layer after it.
+        window: how many tokens a query sees, including its own; None: all up to its own.
     """
 
     attention_norm: Tensor
@@ -120,13 +120,13 @@ class _Step(ctypes.Structure):
 
 
 class CpuDecoder:
-    """The layers, and the norm behind them, on weights that stay where they are.
+    """The layers, and the norm after them, on weights that stay where they are in memory.
 
     Args:
         run: the library's function, with its threads.
         shape: of all layers.
-        layers: the first one first.
-        norm: [hidden_size], of the sum behind the last layer.
+        layers: in order.
+        norm: [hidden_size], for the sum after the last layer.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class CpuDecoder:
         mlp_size = max(_packed(layer)["down"].shape[1] for layer in layers)
         self._scratch_values = 2 * self._hidden_size + heads + mlp_size
         self._scratch = torch.empty(0, dtype=norm.dtype)
-        # Of the last call, which were looked at, and where they are: every step has the same.
+        # The caches of the last call, already checked, and their addresses: every step has the same ones.
         self._layer_caches: Sequence[tuple[Tensor, Tensor]] = ()
         self._addresses = (c_void_p * 0)()
 
@@ -180,18 +180,18 @@ class CpuDecoder:
             residual: [num_tokens, hidden_size], the embeddings; overwritten.
             cos: [num_tokens, head_dim / 2], of the tokens' positions.
             sin: like `cos`.
-            layer_caches: K and V cache of each layer, written to; a sequence that stays as it is.
+            layer_caches: K and V cache of each layer, written to; the sequence itself must never change.
             slot_mapping: see `reference.reshape_and_cache`.
-            block_tables: see `reference.paged_attention`; so are the others.
+            block_tables: see `reference.paged_attention`, as for the next two.
             query_starts: see there.
             context_lengths: see there.
-            scored: [num_scored] int64, ascending: the tokens that the last layer is to give; None: all.
+            scored: [num_scored] int64, ascending: the tokens whose output is wanted; None: all.
 
         Returns:
             [num_scored, hidden_size], normalized.
 
         Raises:
-            ValueError: these do not fit together.
+            ValueError: the arguments do not fit together.
         """
         num_tokens, k_cache = len(residual), layer_caches[0][0]
         num_blocks, block_size = k_cache.shape[:2]
@@ -269,7 +269,7 @@ def _check_scored(scored: Tensor, num_tokens: int) -> None:
 
 
 def _packed(layer: DecoderLayer) -> dict[str, CpuLinear]:
-    """The layer's products, by name."""
+    """The layer's linear layers, by name."""
     linears = {name: getattr(layer, name) for name in ("qkv", "output", "gate_up", "down")}
     for name, linear in linears.items():
         if not isinstance(linear, CpuLinear):

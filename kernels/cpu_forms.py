@@ -1,4 +1,4 @@
-"""What the wrappers of the C++ operations check beyond `kernels.forms`, and how they say what C++ found amiss."""
+"""What the wrappers of the C++ operations check beyond `kernels.forms`, and their errors for what C++ finds wrong."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ _MOST_BLOCK_SIZE = 1024  # what csrc/tile.hpp has room for
 
 
 def check_caches(k_cache: Tensor, v_cache: Tensor, head_dim: int) -> tuple[int, int, int]:
-    """num_blocks, block_size and num_kv_heads of a layer's caches, whose blocks are to be dense and of such heads."""
+    """num_blocks, block_size and num_kv_heads of a layer's caches; raises ValueError unless C++ can read them."""
     num_blocks, block_size, num_kv_heads, cache_head_dim = k_cache.shape
     if v_cache.shape != k_cache.shape or cache_head_dim != head_dim:
         raise ValueError(f"k_cache {form(k_cache)} and v_cache {form(v_cache)} do not fit heads of {head_dim}")
@@ -25,14 +25,14 @@ def check_caches(k_cache: Tensor, v_cache: Tensor, head_dim: int) -> tuple[int, 
 
 
 def check_tokens(x: Tensor, name: str) -> None:
-    """That each token's heads stand side by side, [num_tokens, num_heads, head_dim], in CPU memory."""
+    """Raises ValueError unless each token's heads are side by side, [num_tokens, num_heads, head_dim], on the CPU."""
     together = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
     if x.device.type != "cpu" or not together:
         raise ValueError(f"{name} {form(x)} of strides {x.stride()} on {x.device}: heads are to stand side by side")
 
 
 def check_dense_slots(slot_mapping: Tensor, num_tokens: int) -> None:
-    """Raises ValueError unless there is a slot for each token, side by side."""
+    """Raises ValueError unless there is a slot for each token, in contiguous memory."""
     check_slots(slot_mapping, num_tokens)
     if not slot_mapping.is_contiguous():
         raise ValueError(f"slot_mapping {form(slot_mapping)} is not contiguous")
@@ -48,7 +48,7 @@ def check_places(block_tables: Tensor, query_starts: Tensor, context_lengths: Te
 def misfit_row(
     row: int, num_tokens: int, block_tables: Tensor, query_starts: Tensor, context_lengths: Tensor, num_blocks: int
 ) -> ValueError:
-    """What is wrong with a row of paged attention's arguments; one behind the last: with `query_starts`."""
+    """What is wrong with a row of paged attention's arguments; one past the last row stands for `query_starts`."""
     if row == len(context_lengths):
         return ValueError(f"query_starts ends at {query_starts[-1]}, but q holds {num_tokens} tokens")
     return ValueError(

@@ -1,9 +1,9 @@
 """Linear layers in C++: weights packed once, in the layout that `csrc/linear.hpp` reads, and their products.
 
-A weight stands in panels of 32 outputs: [panel, inputs / unit, 32] units of 2 bfloat16, or of 1 value of another dtype;
-as int8 [panel, inputs, 32]; of bfloat16 as integers, where there is AVX2 but no tile registers and the weight allows
-it, as `csrc/integers.hpp` says, or coded, if few values are exceptions, as `csrc/coded.hpp` says. The last panel is
-filled up with zeros. Where the layer is gated, a panel is 16 gates and the 16 values that they are for.
+A weight is packed in panels of 32 outputs: [panel, inputs / unit, 32] units of 2 bfloat16, or of 1 value of another
+dtype; int8 as [panel, inputs, 32]; bfloat16 as integers, with AVX2 but no tile registers and if the weight allows it,
+as `csrc/integers.hpp` says, or coded, if few values are exceptions, as `csrc/coded.hpp` says. The last panel is padded
+with zeros. If the layer is gated, a panel is 16 gates and the 16 values that they gate.
 """
 
 import enum
@@ -19,10 +19,10 @@ from kernels.forms import form
 from kernels.reference import quantized
 
 _PANEL = 32
-# Bytes of what csrc/coded.hpp calls CodedPanel and CodedPair, csrc/integers.hpp IntegerPair, and csrc/screening.hpp
-# ScreenPanel.
+# The bytes of CodedPanel and CodedPair in csrc/coded.hpp, of IntegerPair in csrc/integers.hpp, and of ScreenPanel in
+# csrc/screening.hpp.
 _CODED_HEAD, _CODED_PAIR, _INTEGER_PAIR, _SCREEN_HEAD = 64, 192, 192, 128
-# An exception takes 8 bytes, and some nanoseconds: with one for fewer values than these, coding would not pay.
+# An exception takes 8 bytes and some nanoseconds: with more than one in this many values, coding would not pay.
 _FEWEST_PER_EXCEPTION = 256
 ARGUMENTS = (c_int, c_void_p, c_int64, c_int, *[c_void_p] * 5, *[c_int] * 5, c_void_p, c_int)
 SCORE = (c_int, c_void_p, c_int64, c_int, *[c_void_p] * 9, *[c_int] * 3, c_void_p, c_int)
@@ -46,7 +46,7 @@ class Weights(Structure):
 
 
 class Form(enum.IntEnum):
-    """How a packed weight stands in memory, as csrc/linear.hpp numbers it."""
+    """The layout of a packed weight, as csrc/linear.hpp numbers it."""
 
     PLAIN = 0
     INT8 = 1
@@ -60,8 +60,8 @@ class Panels(NamedTuple):
     Attributes:
         form: of the panels.
         values: the panels.
-        scales: of each output, and zeros to whole panels, where they are int8 or integers.
-        exceptions: where they are coded.
+        scales: one per output, padded with zeros to whole panels, if the values are int8 or integers.
+        exceptions: if the values are coded.
     """
 
     form: Form
@@ -71,12 +71,12 @@ class Panels(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """The library's, for a layer's dtype.
+    """The library's functions for a layer's dtype.
 
     Attributes:
         multiply: computes the outputs.
-        score: computes what these come to as logits.
-        write_screen: makes what `score` knows by which outputs it needs; None at levels without.
+        score: computes the scores of the outputs as logits.
+        write_screen: makes the screen by which `score` knows which outputs it needs; None at levels without screens.
     """
 
     multiply: Callable[..., int]
@@ -89,16 +89,16 @@ class CpuLinear:
 
     Args:
         functions: the library's, for the dtype.
-        weight: [num_outputs, num_inputs], as it was.
+        weight: [num_outputs, num_inputs], before packing.
         bias: [num_outputs], or None.
-        panels: the weight as it was packed.
+        panels: the packed weight.
         widened: see `reference.linear`.
         gated: see there.
-        threads: what the library's functions end with.
+        threads: the last arguments of the library's functions.
 
     Attributes:
         shape: of the weight.
-        dtype: of x, of the bias, and of the weight as it was.
+        dtype: of x, of the bias, and of the weight before packing.
         is_gated: see `gated`.
         form: of the packed weight.
     """
@@ -125,7 +125,7 @@ class CpuLinear:
         self._out_dtype = torch.float32 if widened else weight.dtype
         tensors = (*panels[1:], self._bias)
         self._addresses = (int(panels.form), *(None if each is None else each.data_ptr() for each in tensors))
-        # Of `score`: see `make_screen`.
+        # For `score`: see `make_screen`.
         self._screen: tuple[Tensor, Tensor] | None = None
         self._threads = threads
         self._tail = (num_outputs, num_inputs, int(gated), int(widened), *threads)
@@ -137,15 +137,15 @@ class CpuLinear:
 
     @property
     def weights(self) -> Weights:
-        """Where they are, as long as this lives."""
+        """The packed weight's addresses, valid as long as this object lives."""
         return Weights(*self._addresses, *self.shape)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[num_tokens, num_inputs], dense in its last dimension -> [num_tokens, num_outputs], or half where gated.
+        """[num_tokens, num_inputs], dense in its last dimension -> [num_tokens, num_outputs], or half as wide if gated.
 
         Args:
             x: the input.
-            out: where the result is to stand, contiguous; None: in memory of its own.
+            out: contiguous memory for the result; None: the result gets memory of its own.
         """
         num_tokens = self._check(x)
         if out is None:
@@ -157,10 +157,10 @@ class CpuLinear:
         return out
 
     def make_screen(self) -> None:
-        """Lets `score` find the best outputs without computing all, where that is to be had (`csrc/screening.hpp`).
+        """Lets `score` find the best outputs without computing all, where that is possible (`csrc/screening.hpp`).
 
-        It takes a byte for each weight. The best outputs stay what they are; normalizers are off by some thousandths
-        then, as what the other outputs add to them comes of 8 bits.
+        It takes a byte per weight. The best outputs stay the same; normalizers are then off by some thousandths, since
+        what the other outputs add to them is computed in 8 bits.
         """
         if self._write_screen is None or self.form != Form.INTEGERS or self._bias is not None:
             return
@@ -175,13 +175,13 @@ class CpuLinear:
         self._screen = panels, norms
 
     def score(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What `normalizers_and_best` makes of the outputs, where these are widened; they take no memory themselves.
+        """The result of `normalizers_and_best` on the outputs, which must be float32; they take no memory themselves.
 
         Args:
             x: [num_tokens, num_inputs], dense in its last dimension.
 
         Returns:
-            [num_tokens] float32: the normalizers; [num_tokens] int64: the best; [num_tokens] float32: their outputs.
+            The normalizers, [num_tokens] float32; the best, [num_tokens] int64; their outputs, [num_tokens] float32.
         """
         if self._out_dtype != torch.float32 or self.is_gated:
             raise ValueError("outputs are to be float32 and no gate's to be logits")
@@ -203,12 +203,12 @@ class CpuLinear:
 
 
 def takes(weight: Tensor, *, gated: bool) -> bool:
-    """Whether a weight can be packed: pairs of inputs, and gates that fill panels."""
+    """Whether a weight can be packed: on the CPU, with pairs of inputs, and gates that fill panels."""
     return weight.device.type == "cpu" and weight.shape[1] % 2 == 0 and not (gated and len(weight) % _PANEL)
 
 
 def in_order(weight: Tensor, *, gated: bool) -> Tensor:
-    """A weight that can be packed, its outputs as they stand in panels."""
+    """The weight with its outputs in the order of the panels; raises ValueError if it cannot be packed."""
     if not takes(weight, gated=gated):
         shape = "gates by 16 and inputs in pairs" if gated else "inputs in pairs"
         raise ValueError(f"weight {form(weight)} on {weight.device} can not be packed: {shape}, on the CPU")
@@ -216,19 +216,19 @@ def in_order(weight: Tensor, *, gated: bool) -> Tensor:
 
 
 def packed_plainly(weight: Tensor, unit: int) -> Panels:
-    """A weight that is `in_order`, in units of so many inputs."""
+    """Packs a weight that is `in_order` in units of `unit` inputs."""
     return Panels(Form.PLAIN, _panels(weight.view(torch.int32 if unit == 2 else weight.dtype)))
 
 
 def packed_as_int8(weight: Tensor) -> Panels:
-    """A weight that is `in_order`, quantized."""
+    """Quantizes and packs a weight that is `in_order`."""
     integers, scales = quantized(weight)
     panels = _panels(integers)
     return Panels(Form.INT8, panels, scales=pad(scales, (0, len(panels) * _PANEL - len(scales))))
 
 
 def coded(encode: Callable[..., int], weight: Tensor) -> Panels | None:
-    """A weight of bfloat16 that is `in_order`; None where too many of its values would be exceptions.
+    """Packs a bfloat16 weight that is `in_order`, coded; None if too many of its values would be exceptions.
 
     Args:
         encode: the library's function, with its threads.
@@ -236,7 +236,7 @@ def coded(encode: Callable[..., int], weight: Tensor) -> Panels | None:
     """
     num_outputs, num_inputs = weight.shape
     num_panels = -(-num_outputs // _PANEL)
-    # Whole cache lines: torch's memory begins with one, and the kernels read vectors that stand in one.
+    # Whole cache lines: torch's memory begins at one, and the kernels read vectors that lie within one.
     values = torch.empty(num_panels, _CODED_HEAD + -(-num_inputs // 4) * _CODED_PAIR, dtype=torch.uint8)
     exceptions = torch.empty(num_panels + weight.numel() // _FEWEST_PER_EXCEPTION, dtype=torch.int64)
     addresses = (weight.data_ptr(), values.data_ptr(), exceptions.data_ptr())
@@ -247,7 +247,7 @@ def coded(encode: Callable[..., int], weight: Tensor) -> Panels | None:
 
 
 def as_integers(encode: Callable[..., int], weight: Tensor) -> Panels | None:
-    """A weight of bfloat16 that is `in_order`; None where it is not to be multiplied as integers.
+    """Packs a bfloat16 weight that is `in_order` as integers; None if it is not to be multiplied that way.
 
     Args:
         encode: the library's function, with its threads.
@@ -262,7 +262,7 @@ def as_integers(encode: Callable[..., int], weight: Tensor) -> Panels | None:
 
 
 def _interleaved(x: Tensor) -> Tensor:
-    """Gates, then values: 16 gates, 16 values, and so on."""
+    """Turns gates followed by values into 16 gates, 16 values, 16 gates, and so on."""
     return x.view(2, -1, _PANEL // 2, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
 

@@ -1,7 +1,7 @@
-"""What the processes of one host say to each other in the middle of a forward pass: `csrc/meeting.hpp`.
+"""How the processes of one host exchange tensors in the middle of a forward pass, by `csrc/meeting.hpp`.
 
-A sum of a decode step's hidden states takes a few microseconds so, where each process has a core; over sockets it takes
-a hundred, and there are two in each layer.
+Summing a decode step's hidden states this way takes a few microseconds, if each process has a core; over sockets it
+takes a hundred, and there are two sums in each layer.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ SUM = (c_void_p, c_int, c_void_p, c_int64)
 GATHER = (c_void_p, c_void_p, c_void_p, c_int64, c_void_p)
 
 _LINE = 64
-# Of a side: a prompt's hidden states are summed in pieces of so many bytes, which stay in a cache.
+# Bytes of a side: a prompt's hidden states are summed in pieces of this size, which stay in a cache.
 _ROOM = 1 << 20
 
 
@@ -36,14 +36,14 @@ class _Meeting(ctypes.Structure):
 
 
 def shared_memory(size: int) -> int:
-    """A file descriptor of memory for `size` processes to meet in; it has no name, and goes with the last of them."""
+    """A file descriptor of memory for `size` processes to meet in; it has no name, and ends with the last of them."""
     descriptor = os.memfd_create("meeting")
     os.ftruncate(descriptor, size * (_LINE + 2 * _ROOM))
     return descriptor
 
 
 class CpuMeeting:
-    """One of the processes. All of them have to call the same functions in the same order, from one thread each.
+    """One process's part. All processes must call the same functions in the same order, each from one thread.
 
     Args:
         sum_shares: the library's function.
@@ -72,19 +72,19 @@ class CpuMeeting:
         self._meeting = _Meeting(address, _ROOM, rank, size, ctypes.addressof(self._turn), timeout_s)
 
     def sum(self, x: Tensor) -> None:
-        """The sum of what all have, in place; x: contiguous, of one shape everywhere.
+        """Sums the tensors of all processes in place; x: contiguous, of the same shape everywhere.
 
         Raises:
-            TimeoutError: somebody did not come.
+            TimeoutError: a process did not come.
         """
         check_dense(x, "x")
         self._check(self._sum_shares(ctypes.byref(self._meeting), DTYPES[x.dtype], x.data_ptr(), x.numel()))
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Rows side by side: x: [n, sizes[rank]], contiguous, gives [n, sum(sizes)].
+        """Puts the processes' rows side by side; x: [n, sizes[rank]], contiguous. Returns [n, sum(sizes)].
 
         Raises:
-            TimeoutError: somebody did not come.
+            TimeoutError: a process did not come.
         """
         if x.device.type != "cpu" or not x.is_contiguous() or x.shape[1:] != (sizes[self._rank],):
             raise ValueError(f"x {form(x)} is to be contiguous on the CPU, with rows of {sizes[self._rank]}")

@@ -1,9 +1,9 @@
-"""Paged attention of short rows, those with so few queries that they fit the smallest tile: decodes above all.
+"""Paged attention of short rows, those whose few queries fit the smallest tile: decodes above all.
 
-A program for each (K/V head, split, row). The query heads that share the K/V head, and the row's few queries, stand
-together in the rows (M) of one matrix product, so that K and V are read once for all of them (GQA: Ainslie et al. 2023,
-arXiv:2305.13245). The context is cut into splits, since a batch of few rows would leave most of the GPU idle otherwise;
-a second launch, a program for each (query head, query, row), weighs their results by each one's share of the mass
+One program per (K/V head, split, row). The query heads that share the K/V head, and the row's few queries, are together
+the rows (M) of one matrix product, so that K and V are read once for all of them (GQA: Ainslie et al. 2023,
+arXiv:2305.13245). The context is cut into splits, since a batch of few rows would otherwise leave most of the GPU idle;
+a second launch, one program per (query head, query, row), weighs the splits' results by their shares of the mass
 (Flash-Decoding: Dao, Haziza, Massa & Sizov 2023; FlashDecoding++: Hong et al. 2023, arXiv:2311.01282).
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from kernels.attention_shape import AttentionShape
 from kernels.attention_tiles import attend_tiles
 
-# Programs that each multiprocessor is given before the context is cut no finer: two at a time, two rounds of them.
+# With this many programs per multiprocessor, the context is cut no finer: two rounds of two at a time.
 _PROGRAMS_PER_PROCESSOR = 4
-# Rows much shorter than the longest leave programs with nothing to do; no more than this many times the programs above.
+# Rows much shorter than the longest leave programs idle; so the grid is at most this many times the programs above.
 _MOST_IDLE = 16
 _MOST_SPLITS = 64
 _FEWEST_SPLIT_TOKENS = 128
@@ -63,7 +63,7 @@ def _short_rows_kernel(
     if num_queries < 1 or num_queries > QUERIES:
         return
 
-    # -- which tokens this split sees --
+    # -- the tokens of this split --
     first, split_tokens = _cut(context, num_queries, chunk, num_splits, WINDOW, TILE)
     begin = first + split * split_tokens
     if begin >= context and split > 0:
@@ -108,7 +108,7 @@ def _short_rows_kernel(
         PRECISION,
     )
 
-    # -- a context in one piece is done; else the merge needs the mass as well --
+    # -- a context in one piece is done; otherwise the merge needs the mass as well --
     result = accumulator / tl.where(normalizer == 0.0, 1.0, normalizer)[:, None]
     num_heads = num_kv_heads * GROUP
     if first + split_tokens >= context:
@@ -129,7 +129,7 @@ def _cut(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    # The first token that any query of the row sees, and the tokens of each split.
+    # The first token that any query of the row sees, and the number of tokens of each split.
     first = 0
     if WINDOW > 0:
         first = tl.maximum(context - num_queries - WINDOW + 1, 0)
@@ -162,7 +162,7 @@ def _merge_kernel(
         return
     first, split_tokens = _cut(context, num_queries, chunk, num_splits, WINDOW, TILE)
     if first + split_tokens >= context:
-        return  # in one piece, and written
+        return  # in one piece, and already written
 
     splits = tl.arange(0, PADDED_SPLITS)
     dims = tl.arange(0, PADDED_DIM)
@@ -189,22 +189,22 @@ def attend_short_rows(
     num_splits: int,
     chunk: int,
 ) -> None:
-    """Fills `out` for the rows of up to `shape.short_queries` queries; the arguments of `paged_attention`, checked.
+    """Fills `out` for rows of up to `shape.short_queries` queries; takes the checked arguments of `paged_attention`.
 
     Args:
         out: [num_tokens, num_heads, head_dim], contiguous.
-        q: like `out`, but for strides.
+        q: like `out`, except for strides.
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
         v_cache: like `k_cache`.
         block_tables: [num_rows, max_blocks].
         query_starts: [num_rows + 1].
         context_lengths: [num_rows].
-        shape: what they have in common.
-        num_splits: most splits of a row.
-        chunk: fewest tokens of a split.
+        shape: what the launches have in common.
+        num_splits: the most splits of a row.
+        chunk: the fewest tokens of a split.
     """
     num_rows, num_heads, queries = len(context_lengths), q.shape[1], shape.short_queries
-    # Untouched where nothing is split; of one dtype all the same, since each set of dtypes is compiled for itself.
+    # Untouched if nothing is split; but always of these dtypes, since each set of dtypes is compiled separately.
     places = (num_rows, num_heads, queries, num_splits) if num_splits > 1 else (0,)
     log_sums = torch.empty(places, dtype=torch.float32, device=q.device)
     partials = torch.empty((*places, shape.head_dim), dtype=torch.float32, device=q.device)
@@ -241,9 +241,9 @@ def attend_short_rows(
 def short_tile(padded_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Tokens of a tile, warps and pipeline stages, for products in this dtype.
 
-    A tile of K is 16 KiB. Five stages, since they are shared out between the look-up in the block table and the loads
-    that follow from it: with three, the next tile would not come in before the last one is done with. Two such programs
-    fit a multiprocessor. In float32, 16 KiB do not compile without spills.
+    A tile of K is at most 16 KiB. Five stages, since they are divided between the look-up in the block table and the
+    loads that depend on it: with three, the next tile would not arrive before the last one is finished. Two such
+    programs fit on a multiprocessor. In float32, 16 KiB do not compile without spills.
     """
     if dtype == torch.float32:
         return 16, 4, 5 if padded_dim <= 128 else 3
@@ -253,13 +253,13 @@ def short_tile(padded_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
 def plan_splits(num_lanes: int, longest: int, total: int | None, num_processors: int) -> tuple[int, int]:
     """How finely the contexts are cut: the most splits of a row, and the fewest tokens of a split.
 
-    A row is cut into splits of equal length, as many as it may have but none shorter than the fewest tokens: on the
-    device, so that a recorded graph suits whatever lengths come.
+    A row is cut into splits of equal length, as many as it may have but none shorter than the fewest tokens. That is
+    done on the device, so that a recorded graph suits any lengths.
 
     Args:
-        num_lanes: rows times K/V heads, what there is to do in parallel without a cut.
+        num_lanes: rows times K/V heads, the parallelism without a cut.
         longest: tokens of the longest context.
-        total: tokens of all contexts, times K/V heads; None where that is not known.
+        total: tokens of all contexts, times K/V heads; None if that is not known.
         num_processors: multiprocessors of the GPU.
     """
     wanted = _PROGRAMS_PER_PROCESSOR * num_processors

@@ -1,13 +1,14 @@
 """`sample_tokens` by torch: the twin of `kernels.sampling` and `csrc/sampling.hpp`, and typical tokens on CPUs.
 
 A draw is the argmax of scaled logits plus Gumbel noise (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030), and the
-noise is counter-based (`kernels.philox`): a token depends on its logits and (seed, sequence index, position) alone.
+noise is counter-based (`kernels.philox`): a token depends only on its row's logits, temperature and filters, and on
+(seed, sequence index, position).
 
 Top-k, top-p and min-p each keep a head of the tokens ordered by logit, so each is a threshold; a token that ties with
 the last one kept is kept too. Typical sampling keeps a head of what they leave, ordered by how far a token's
 information content is from the expected one (Meister et al. 2022, arXiv:2202.00666), again with ties. Both heads are
-looked for among a few of the best first, since they mostly end there. Where to look further is asked of the values, so
-on a GPU this waits for the device; that is what `kernels.sampling` is for.
+first looked for among a few of the best tokens, since they mostly end there. Whether to look further depends on the
+values, so on a GPU this waits for the device; `kernels.sampling` does not.
 """
 
 from collections.abc import Callable
@@ -19,10 +20,10 @@ from torch import Tensor
 from kernels.forms import check_sampling
 from kernels.philox import gumbel_noise, gumbel_noise_of_all
 
-# Most nuclei are smaller than this. A row whose nucleus is not is looked at again, among so many times more tokens.
+# Most nuclei are smaller than _NUM_CANDIDATES. If a row's is not, it is searched again among _WIDENING times as many.
 _NUM_CANDIDATES = 256
 _WIDENING = 16
-# Rows whose noise over the whole vocabulary is made at once, so that the intermediate words stay in the CPU's cache.
+# Rows whose noise over the whole vocabulary is made at once: few, so that the random words stay in the CPU's cache.
 _ROWS_AT_ONCE = 4
 
 
@@ -36,7 +37,7 @@ def sample_tokens(
 ) -> Tensor:
     """One token id for each row: the best one, or one drawn from what the filters keep.
 
-    A row with a NaN or an infinity gets some id of the vocabulary; whether there is one, its logsumexp tells.
+    A row with a NaN or +inf, or of -inf alone, gets some id of the vocabulary; its logsumexp is then not finite.
 
     Args:
         logits: [num_rows, vocabulary_size] float32; rows may be strided. -inf forbids a token.
@@ -46,7 +47,7 @@ def sample_tokens(
         sequence_indexes: [num_rows] int64.
         filters: top_k [num_rows] int64, the vocabulary's size where it cuts nothing; top_p, min_p and typical_p,
             [num_rows] float32 each, 1, 0 and 1 where they cut nothing. A token that ties with the last one kept is
-            kept. None when no row has any.
+            kept. None if no row has any.
 
     Returns:
         [num_rows] int64.
@@ -69,19 +70,19 @@ def sample_tokens(
 
 
 def _is_headed(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocabulary_size: int) -> Tensor:
-    """Which rows have a head cut off: like the arguments, bool."""
+    """Which rows keep only a head of their tokens: bool, shaped like the arguments."""
     return (top_k < vocabulary_size) | (top_p < 1) | (min_p > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows that are drawn alike.
+    """Rows that are drawn in the same way.
 
     Attributes:
-        scaled: [R, V] logits over the temperature, after the best became 0: the other way round, the smallest
+        scaled: [R, V] logits over the temperature, after the best one was subtracted: in the other order, the smallest
             temperatures would make infinities of them.
         names: seeds, positions and sequence indexes, [R] each, as the noise takes them.
-        filters: top_k, top_p, min_p and typical_p, [R, 1] each; empty where they are not asked for.
+        filters: top_k, top_p, min_p and typical_p, [R, 1] each; empty if no row has any.
     """
 
     scaled: Tensor
@@ -97,7 +98,7 @@ class _Rows:
         names: tuple[Tensor, ...],
         filters: tuple[Tensor, ...] | None,
     ) -> "_Rows":
-        """Those of `rows`, [R] int64, of the arguments of `sample_tokens`."""
+        """Picks `rows`, [R] int64, from the arguments of `sample_tokens`."""
         scaled = logits[rows]
         scaled.sub_(scaled.amax(-1, keepdim=True)).div_(temperatures[rows, None])
         return cls(scaled, tuple(name[rows] for name in names), tuple(column[rows, None] for column in filters or ()))
@@ -109,7 +110,7 @@ class _Rows:
     def candidates(self, num: int) -> tuple[Tensor, Tensor]:
         """The best scaled logits of each row, best first, and their token ids, [R, C] each: `num` of them, or more.
 
-        All that a top-k keeps are among them where a top-p asks for a share of their mass.
+        If a row has both a top-k and a top-p, all that top-k keeps are among them: top-p is a share of their mass.
         """
         top_k, top_p, _, _ = self.filters
         vocabulary_size = self.scaled.shape[1]
@@ -129,7 +130,7 @@ def _draw(rows: _Rows) -> Tensor:
 
 
 def _draw_from_head(rows: _Rows, num_candidates: int = _NUM_CANDIDATES) -> Tensor:
-    """Token ids, [R] int64, drawn from what top-k, top-p and min-p keep, looked for among `num_candidates` first."""
+    """Token ids, [R] int64, drawn from what top-k, top-p and min-p keep, first searched among `num_candidates`."""
     values, ids = rows.candidates(num_candidates)
     thresholds = _thresholds(rows, values)
     kept = values.masked_fill(values < thresholds, -torch.inf)
@@ -144,8 +145,8 @@ def _draw_from_head(rows: _Rows, num_candidates: int = _NUM_CANDIDATES) -> Tenso
 def _draw_typical(rows: _Rows) -> Tensor:
     """Token ids, [R] int64, drawn from the locally typical ones among what the other filters keep.
 
-    The information content of a token is log(sum of all exp(scaled)) - scaled, and the expected one is the same with
-    the expected scaled logit; so how far the two are apart is how far a scaled logit is from the expected one.
+    The information content of a token is log(sum of all exp(scaled)) - scaled, and the expected content is the same
+    with the expected scaled logit; so the two are as far apart as the scaled logit is from the expected one.
     """
     scaled = rows.scaled
     top_k, top_p, min_p, shares = rows.filters
@@ -154,14 +155,14 @@ def _draw_typical(rows: _Rows) -> Tensor:
         heads = scaled[headed]
         scaled[headed] = heads.masked_fill_(heads < _head_thresholds(rows[headed]), -torch.inf)
     masses = scaled.softmax(-1)
-    expected = (masses * scaled).nansum(-1, keepdim=True)  # 0 * -inf, of a token that was cut, is no summand
+    expected = (masses * scaled).nansum(-1, keepdim=True)  # skips 0 * -inf, of tokens that were cut
     distances = (scaled - expected).abs_()
     scaled.masked_fill_(distances > _typical_thresholds(distances, masses, shares), -torch.inf)
     return _draw(rows)
 
 
 def _head_thresholds(rows: _Rows, num_candidates: int = _NUM_CANDIDATES) -> Tensor:
-    """`_thresholds`, looked for as far down as it takes: [R, 1]."""
+    """`_thresholds`, searched as far down as necessary: [R, 1]."""
     values, _ = rows.candidates(num_candidates)
     thresholds = _thresholds(rows, values)
     overflowing = _overflowing(values, thresholds, rows.scaled.shape[1])
@@ -186,7 +187,7 @@ def _typical_thresholds(
         distances: [R, V].
         masses: [R, V], each row's sum 1.
         shares: [R, 1].
-        num_candidates: of the nearest, looked at first.
+        num_candidates: how many of the nearest are looked at first.
     """
     num_candidates = min(num_candidates, distances.shape[1])
     nearest, ids = distances.topk(num_candidates, largest=False)  # [R, C], nearest first
@@ -205,15 +206,15 @@ def _thresholds(rows: _Rows, values: Tensor) -> Tensor:
     """The least scaled logit that each row's top-k, top-p and min-p keep, [R, 1].
 
     Args:
-        rows: of which.
-        values: [R, C], their C best scaled logits, best first. A threshold beyond them comes out as the last of them.
+        rows: the rows.
+        values: [R, C], their C best scaled logits, best first. A threshold below all of them becomes the last of them.
     """
     top_k, top_p, min_p, _ = rows.filters
     num_candidates = values.shape[1]
     cut = top_k < rows.scaled.shape[1]
     least_of_k = values.gather(-1, (top_k - 1).clamp(max=num_candidates - 1)).masked_fill_(~cut, -torch.inf)
 
-    # Top-p is a share of the mass that top-k left, ties with its last token included.
+    # Top-p is a share of the mass that top-k leaves, including ties with its last token.
     masses = values.exp().masked_fill_(values < least_of_k, 0)
     total = torch.where(cut, masses.sum(-1, keepdim=True), rows.scaled.exp().sum(-1, keepdim=True))
     last = (masses.cumsum(-1) < top_p * total).sum(-1, keepdim=True).clamp_(max=num_candidates - 1)

@@ -1,4 +1,4 @@
-"""What the wrappers of an operation check alike, whichever way it is computed, and how their messages put it."""
+"""The checks that all implementations of an operation share, and the wording of their messages."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,12 @@ INDICES = (torch.int32, torch.int64)
 
 
 def form(x: Tensor) -> str:
-    """Dtype and shape, for messages."""
+    """A tensor's dtype and shape, for messages."""
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 def check_dtypes(k_cache: Tensor, v_cache: Tensor, *tensors: Tensor) -> None:
-    """Raises ValueError unless the tensors have one dtype that the kernels take, and the caches one, maybe another."""
+    """Raises ValueError unless the tensors share a dtype that the kernels take, and the caches too, maybe another."""
     dtype, cache_dtype = tensors[0].dtype, k_cache.dtype
     agree = dtype in FLOATS and cache_dtype in FLOATS and v_cache.dtype == cache_dtype
     for tensor in tensors:
@@ -41,7 +41,7 @@ def check_attention(
 
 
 def check_reach(window: int | None, softcap: float | None) -> None:
-    """Raises ValueError unless a window and a softcap are positive, or None, and the window an int32."""
+    """Raises ValueError unless window and softcap are each positive or None, and the window fits an int32."""
     if (window is not None and not 1 <= window < 2**31) or (softcap is not None and softcap <= 0):
         raise ValueError(f"window {window} and softcap {softcap} are to be positive, or None, and the window an int32")
 
@@ -63,7 +63,7 @@ def check_slots(slot_mapping: Tensor, num_tokens: int) -> None:
 
 
 def check_floats(**tensors: Tensor) -> None:
-    """Raises ValueError unless all have one dtype that the kernels take, one device, and a dense last dimension."""
+    """Raises ValueError unless all share a device and a dtype that the kernels take, with a dense last dimension."""
     first = next(iter(tensors.values())).dtype
     if first not in FLOATS or any(tensor.dtype != first for tensor in tensors.values()):
         kinds = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
@@ -72,7 +72,7 @@ def check_floats(**tensors: Tensor) -> None:
 
 
 def check_dense(**tensors: Tensor) -> None:
-    """Raises ValueError unless all are on one device, and dense in the last dimension."""
+    """Raises ValueError unless all are on one device and dense in the last dimension."""
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():
         if tensor.device != first.device:
@@ -82,7 +82,7 @@ def check_dense(**tensors: Tensor) -> None:
 
 
 def check_indices(**tensors: Tensor) -> None:
-    """Raises ValueError unless all are integers, dense in the last dimension."""
+    """Raises ValueError unless all are int32 or int64 and dense in the last dimension."""
     for name, tensor in tensors.items():
         if tensor.dtype not in INDICES:
             raise ValueError(f"{name} is {form(tensor)}; it is to be int32 or int64")
@@ -93,7 +93,7 @@ def check_indices(**tensors: Tensor) -> None:
 def check_sampling(
     logits: Tensor, temperatures: Tensor, names: tuple[Tensor, ...], filters: tuple[Tensor, ...] | None
 ) -> None:
-    """Raises ValueError unless there is one of everything for each row of logits, in the right dtype.
+    """Raises ValueError unless each argument has one value for each row of logits, in the right dtype.
 
     Args:
         logits: [num_rows, vocabulary_size].

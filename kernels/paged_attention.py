@@ -1,8 +1,8 @@
 """Paged attention on a GPU: ragged queries over a cache of blocks, decode rows and prefill chunks in one batch.
 
 PagedAttention: Kwon et al., SOSP'23, arXiv:2309.06180. Here are the checks and the choice among three launches:
-`decode_attention` takes short rows (split and merge), `prefill_attention` long ones. Every row is taken by one of the
-two and left alone by the other, so the host need not know which are which, and never waits for the device.
+`decode_attention` does short rows (split and merge), `prefill_attention` long ones. Every row is done by one of the two
+and skipped by the other, so the host need not know which is which, and never waits for the device.
 """
 
 import functools
@@ -19,7 +19,7 @@ from kernels.forms import check_attention, check_dense, check_indices, check_rea
 from kernels.prefill_attention import attend_long_rows
 
 _MOST_HEAD_DIM = 256
-# What `tl.dot` takes as its fewest rows, and what a launch grid takes as its last dimension.
+# The fewest rows that `tl.dot` takes, and the most that a launch grid takes in its last dimension.
 _FEWEST_TILE_ROWS = 16
 _MOST_ROWS = 65535
 
@@ -36,24 +36,24 @@ def paged_attention(
     softcap: float | None = None,
     bounds: BatchBounds | None = None,
 ) -> Tensor:
-    """`reference.paged_attention` without a device synchronization, so in a CUDA graph too.
+    """`reference.paged_attention` without a device synchronization, so it can be recorded in a CUDA graph.
 
-    What the indices say is the caller's promise: to check it would mean to wait for the device. A row of one query and
-    no context gets zeros, and serves as padding.
+    The caller vouches for the values of the indices: checking them would mean waiting for the device. A row of one
+    query and no context gets zeros, and serves as padding.
 
     Args:
         q: [num_tokens, num_heads, head_dim]; may be a strided view, dense in head_dim, which is 256 at most.
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim], perhaps of another dtype; block_size is a power of
-            two. Slots behind the context may hold anything: they are not read.
-        v_cache: like `k_cache`, strides too.
-        block_tables: [num_rows, max_blocks] int32 or int64; entries behind a row's last block are not read.
+            two. Slots past the context may hold anything: they are not read.
+        v_cache: like `k_cache`, including strides.
+        block_tables: [num_rows, max_blocks] int32 or int64; entries after a row's last block are not read.
         query_starts: [num_rows + 1] int32 or int64, from 0 to num_tokens.
         context_lengths: [num_rows] int32 or int64, each at least the row's number of queries.
         scale: factor of the scores before the softmax.
         window: a query sees its own token and the `window` - 1 before it; None: all before it (Mistral: Jiang et al.
             2023, arXiv:2310.06825).
-        softcap: scores become softcap * tanh(score / softcap) before the softmax; None: they stay (Gemma 2: Gemma Team
-            2024, arXiv:2408.00118).
+        softcap: scores become softcap * tanh(score / softcap) before the softmax; None: they stay as they are (Gemma 2:
+            Gemma Team 2024, arXiv:2408.00118).
         bounds: what the host knows of the lengths.
 
     Returns:
@@ -70,7 +70,7 @@ def paged_attention(
     bounds = bounds or BatchBounds()
     room = block_tables.shape[1] * block_size
     longest = room if bounds.longest_context is None else min(room, bounds.longest_context)
-    most_queries = num_tokens - (num_rows - 1)  # each row has one
+    most_queries = num_tokens - (num_rows - 1)  # every row has at least one
     if bounds.most_queries is not None:
         most_queries = min(most_queries, bounds.most_queries)
     group = num_heads // num_kv_heads
@@ -82,7 +82,7 @@ def paged_attention(
         block_size=block_size,
         window=window or 0,
         short_rows=tile_rows,
-        # As few kinds as there can be: each is compiled for itself.
+        # As few different values as possible: the kernel is compiled for each.
         short_queries=1 if most_queries == 1 else tile_rows // group,
         precision=precision_of(q.dtype, k_cache.dtype),
         score_scale=scale * math.log2(math.e) if softcap is None else scale / softcap,
@@ -100,10 +100,10 @@ def paged_attention(
 
 
 def precision_of(q_dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
-    """How products of float32 are made, as `tl.dot` names it: if q and the cache differ, what they meet in.
+    """The precision of float32 products, as `tl.dot` names it: if q and the cache differ, both are widened to float32.
 
-    tf32 holds all that 16 bits hold. In three products it does for float32 beside them, and takes a fraction of the
-    registers that plain arithmetic on what was widened takes: that would spill.
+    tf32 holds all that 16-bit floats hold. With three products it suffices when one side is float32, and takes a
+    fraction of the registers that plain float32 arithmetic would take, which would spill.
     """
     if q_dtype == cache_dtype:
         return "ieee"

@@ -1,7 +1,7 @@
-"""Noise that depends on names alone: Philox4x32-10 (Salmon, Moraes, Dror & Shaw, SC'11), and Gumbel noise made of it.
+"""Noise that depends on names alone: Philox4x32-10 (Salmon, Moraes, Dror & Shaw, SC'11), and Gumbel noise made from it.
 
-The noise of a token is a function of (seed, sequence index, position, token id) and of nothing else: not of what is in
-the batch beside it, not of which process asks. Triton has the same generator, `tl.philox(seed, c0, c1, c2, c3)`.
+The noise of a token is a function of (seed, sequence index, position, token id) and of nothing else: not of what else
+is in the batch, nor of which process asks. Triton has the same generator, `tl.philox(seed, c0, c1, c2, c3)`.
 """
 
 import torch
@@ -30,7 +30,7 @@ def philox_4x32(
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):
         # Products of 32 by 32 bits wrap into int64's sign; the shift smears that sign upwards and the mask cuts it off.
-        # c1 and c3 keep their upper halves: they only meet xors whose result is masked.
+        # c1 and c3 keep their upper halves: they only go into xors whose result is masked.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1 = ((product1 >> 32) ^ c1 ^ k0) & _MASK, product1
         c2, c3 = ((product0 >> 32) ^ c3 ^ k1) & _MASK, product0
@@ -58,7 +58,7 @@ def gumbel_noise(token_ids: Tensor, seeds: Tensor, positions: Tensor, sequence_i
 
 
 def gumbel_noise_of_all(vocabulary_size: int, seeds: Tensor, positions: Tensor, sequence_indexes: Tensor) -> Tensor:
-    """`gumbel_noise` of every token id, at a quarter of the price each: [num_rows, vocabulary_size]."""
+    """`gumbel_noise` of every token id, each at a quarter of the cost: [num_rows, vocabulary_size]."""
     counters = torch.arange(-(-vocabulary_size // 4), device=seeds.device)[None]
     words = torch.stack(_words(counters, seeds, positions, sequence_indexes), dim=-1)  # [R, V / 4, 4]
     return _gumbel(words.flatten(1)[:, :vocabulary_size])
@@ -75,7 +75,7 @@ def _words(
 def _gumbel(words: Tensor) -> Tensor:
     """-log(-log(u)) with u = 1 - (word + 1/2) / 2^32: the large values, which win, have float32's full precision.
 
-    The clamp keeps u above 0 where float32 rounds the largest words up to 2^32: noise of -inf would tie with the tokens
+    The clamp keeps u above 0 when float32 rounds the largest words up to 2^32: noise of -inf would tie with the tokens
     that a filter has cut.
     """
     complement = words.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)

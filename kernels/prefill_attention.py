@@ -1,10 +1,10 @@
 """Paged attention of long rows: the queries of prompts and their chunks.
 
-A program for each (K/V head, tile of queries); the last tiles, which see most, are started first. The query heads that
-share the K/V head stand together in the rows (M) of the matrix product, so that K and V are read once for all of them.
-The host knows a bound of the number of tiles, but not whose they are: each program finds its row by bisection of
-`query_starts`. Tiles of K and V that every query sees whole go without a mask, as in FlashAttention-2 (Dao 2023,
-arXiv:2307.08691, 3.1).
+One program per (K/V head, tile of queries); the last tiles, which see the most tokens, start first. The query heads
+that share the K/V head are together the rows (M) of the matrix product, so that K and V are read once for all of them.
+The host knows a bound on the number of tiles, but not which rows they belong to: each program finds its row by
+bisection of `query_starts`. Without a window, tiles of K and V that every query sees whole go without a mask, as in
+FlashAttention-2 (Dao 2023, arXiv:2307.08691, 3.1).
 """
 
 import torch
@@ -35,7 +35,7 @@ def _long_rows_kernel(
     head_stride: tl.tensor,
     table_stride: tl.tensor,
     GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,  # rows with up to so many are the other kernel's
+    QUERIES: tl.constexpr,  # rows with up to this many queries are left to the other kernel
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -50,7 +50,7 @@ def _long_rows_kernel(
     num_kv_heads = tl.num_programs(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
 
-    # -- whose tile: row r's tiles begin at query_starts[r] // TILE_QUERIES + r, which leaves room for all before --
+    # -- which row's tile: row r's begin at query_starts[r] // TILE_QUERIES + r, which leaves room for all before --
     low, high = tl.full([], 0, tl.int32), num_rows
     while high - low > 1:
         middle = (low + high) // 2
@@ -75,7 +75,7 @@ def _long_rows_kernel(
     q_rows = (query_start + query) * q_token_stride + head * q_head_stride
     q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=filled, other=0.0)  # [M, D]
 
-    # -- the tiles of K and V that all queries see whole, without a mask; then those that some of them see in part --
+    # -- without a window, tiles of K and V that all queries see whole, without a mask; then the rest, with one --
     first_position = context - num_queries + first_query
     end = tl.minimum(first_position + TILE_QUERIES, context)
     accumulator = tl.zeros([ROWS, PADDED_DIM], tl.float32)
@@ -151,7 +151,7 @@ def attend_long_rows(
     context_lengths: Tensor,
     shape: AttentionShape,
 ) -> None:
-    """Fills `out` for the rows of more than `shape.short_queries` queries; arguments as of `attend_short_rows`."""
+    """Fills `out` for rows of more than `shape.short_queries` queries; arguments as in `attend_short_rows`."""
     rows, tile, num_warps, num_stages = long_tile(shape.padded_dim, q.dtype, k_cache.dtype)
     rows = max(rows, shape.short_rows)
     num_rows = len(context_lengths)
@@ -185,10 +185,10 @@ def attend_long_rows(
 
 
 def long_tile(padded_dim: int, q_dtype: torch.dtype, cache_dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Rows (queries times heads of a group), tokens of a tile, warps and pipeline stages."""
+    """The rows (queries times heads of a group) and tokens of a tile, the warps and the pipeline stages."""
     if q_dtype != cache_dtype:  # both are widened to float32
         return (32, 32, 8, 2) if padded_dim > 128 else (32, 32, 4, 2)
-    if q_dtype == torch.float32:  # on plain arithmetic units: what ptxas compiles without spills
+    if q_dtype == torch.float32:  # on plain arithmetic units: tiles that ptxas compiles without spills
         return (32, 16, 8, 2) if padded_dim > 128 else (32, 64, 8, 2) if padded_dim > 64 else (32, 32, 4, 2)
     if padded_dim <= 128:
         return 128, 64, 8, 5

@@ -1,6 +1,6 @@
 """Torch twins of every kernel: what each operation means, said once, and what runs where nothing faster is built.
 
-One is long enough for a file of its own: `sample_tokens` stands in `kernels.draws`.
+One is long enough for a file of its own: `sample_tokens` is in `kernels.draws`.
 
 Arguments are tensors and numbers, never a request or a configuration, so a test needs no model. Each wrapper checks
 shapes and dtypes and raises ValueError; none casts or copies silently.
@@ -8,10 +8,10 @@ shapes and dtypes and raises ValueError; none casts or copies silently.
 The KV cache is one tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; `k_cache` and `v_cache` are
 the two contiguous views of one layer of it. PagedAttention: Kwon et al., SOSP'23, arXiv:2309.06180.
 
-The cache may be of another dtype than all else. Keys and values are then rounded to it as they are written, to the
-nearest, ties to even; what is too large for it becomes infinite. Attention takes queries, keys and values in the dtype
-that holds both of theirs exactly (`torch.promote_types`: float32 wherever they differ) and gives its result in the
-queries'. Its sums are in float32 in any case.
+The cache may have another dtype than everything else. Keys and values are then rounded to it as they are written, to
+the nearest, ties to even; what is too large for it becomes infinite. Attention converts queries, keys and values to the
+dtype that holds both of theirs exactly (`torch.promote_types`: float32 wherever they differ) and returns its result in
+the queries'. Its sums are in float32 in any case.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, sl
         v: like `k`.
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim], perhaps of another dtype; written in place.
         v_cache: like `k_cache`.
-        slot_mapping: [num_tokens] int64; -1 skips the token (padding). No slot stands twice.
+        slot_mapping: [num_tokens] int64; -1 skips the token (padding). No slot occurs twice.
     """
     if k.shape != v.shape or k_cache.shape != v_cache.shape or k.shape[1:] != k_cache.shape[2:]:
         raise ValueError(
@@ -59,7 +59,7 @@ def normalizers_and_best(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         The log of each row's sum of exponentials, [num_rows] float32; and its best token, [num_rows] int64, the first
-        of those that tie. Of a row with a NaN or +inf, or of -inf alone: what no log-probability comes of that is
+        of those that tie. For a row with a NaN or +inf, or of -inf alone: a value with which no log-probability is
         finite, and some token.
     """
     return logits.logsumexp(-1), logits.argmax(-1)
@@ -86,17 +86,17 @@ def paged_attention(
     Args:
         q: [num_tokens, num_heads, head_dim]; may be a strided view.
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim], perhaps of another dtype.
-        v_cache: like `k_cache`. Whole blocks are read and then masked, and 0 * NaN is NaN: slots behind the context may
+        v_cache: like `k_cache`. Whole blocks are read and then masked, and 0 * NaN is NaN: slots past the context may
             hold anything finite.
-        block_tables: [num_rows, max_blocks] int32 or int64; entries behind a row's last block are any valid block.
+        block_tables: [num_rows, max_blocks] int32 or int64; entries after a row's last block are any valid block.
         query_starts: [num_rows + 1] int32 or int64, from 0 to num_tokens.
         context_lengths: [num_rows] int32 or int64, each at least the row's number of queries.
         scale: factor of the scores before the softmax.
-        window: how many tokens a query sees, its own among them; None: all before it (Mistral: Jiang et al. 2023,
+        window: how many tokens a query sees, including its own; None: all up to its own (Mistral: Jiang et al. 2023,
             arXiv:2310.06825).
-        softcap: scores become softcap * tanh(score / softcap) before the softmax; None: they stay (Gemma 2: Gemma Team
-            2024, arXiv:2408.00118).
-        bounds: what the host knows of the lengths without asking the device; here they are looked at.
+        softcap: scores become softcap * tanh(score / softcap) before the softmax; None: they stay as they are (Gemma 2:
+            Gemma Team 2024, arXiv:2408.00118).
+        bounds: what the host knows of the lengths without asking the device; not used here, where the lengths are read.
 
     Returns:
         [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
@@ -124,7 +124,7 @@ def paged_attention(
     for group in _of_similar_length(decode_rows, lengths):
         longest = lengths[group[0]]
         num_blocks = -(-longest // block_size)
-        if len(group) == len(lengths):  # the whole batch, as it stands: nothing to pick out or to put back
+        if len(group) == len(lengths):  # the whole batch, as it is: nothing to pick out or to put back
             tables = block_tables[:, :num_blocks]
             return _attend_decode(q, k_cache, v_cache, tables, context_lengths, longest, scale, window, softcap)
         rows = torch.tensor(group, device=q.device)
@@ -156,7 +156,7 @@ def _attend_decode(
         cache.index_select(0, blocks).to(dtype).view(num_rows, -1, num_kv_heads, head_dim)[:, :longest].transpose(1, 2)
         for cache in (k_cache, v_cache)
     )  # [R, Hkv, L, D]
-    # The query heads of one K/V head stand where SDPA expects the queries of one head: its K and V are read once.
+    # The query heads of one K/V head take the place of SDPA's queries of one head: its K and V are read once.
     grouped = q.view(num_rows, num_kv_heads, -1, head_dim).to(dtype)  # [R, Hkv, G, D]
     seen = None
     if num_rows > 1 or window is not None:
@@ -178,7 +178,7 @@ def _attend_chunk(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """The queries of one row, [num_queries, num_heads, head_dim], which are the last ones of its context."""
+    """All queries of one row, the last of its context; q: [num_queries, num_heads, head_dim]."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     group_size = num_heads // num_kv_heads
@@ -204,7 +204,7 @@ def _attend_chunk(
 
 
 def _weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """Attention where `seen`, by SDPA; the scores are written out, in float32, only where they are to be capped."""
+    """Attention over what is `seen`, by SDPA; scores are computed explicitly, in float32, only if they are capped."""
     if softcap is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     scores = (q.float() * scale) @ k.float().transpose(-1, -2)
@@ -239,16 +239,16 @@ def swap_blocks(source: Tensor, destination: Tensor, block_pairs: Tensor) -> Non
 
     Args:
         source: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
-        destination: like `source` but for num_blocks, written in place.
+        destination: like `source` except for num_blocks; written in place.
         block_pairs: [num_pairs, 2] int64, (from, to); no block is written twice.
     """
     check_swap(source, destination, block_pairs)
     from_blocks, to_blocks = block_pairs.unbind(1)
     on_cpu = source.device.type == destination.device.type == "cpu"
     if on_cpu and not (source is destination and torch.isin(from_blocks, to_blocks).any()):
-        # Nothing is read after it was written, so blocks may go straight over; by way of a copy between they take two
-        # or three times as long. By numpy: torch would share each block's bytes out among its threads, and to wait for
-        # one that another process keeps off its core was measured to take 8 ms a block.
+        # Nothing is read after it was written, so blocks may be copied directly; with a copy in between they take two
+        # or three times as long. By numpy: torch would share each block's bytes out among its threads, and waiting for
+        # a thread that another process keeps off its core was measured to take 8 ms a block.
         read, written = _as_bytes(source), _as_bytes(destination)
         for from_block, to_block in block_pairs.tolist():
             written[:, :, to_block] = read[:, :, from_block]
@@ -275,13 +275,13 @@ class PlainLinear:
 
 
 def linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> PlainLinear:
-    """A linear layer, y = x W^T + b: made once, which may put the weight into another layout, and called for each step.
+    """A linear layer, y = x W^T + b: made once, perhaps with the weight in another layout, and called in each step.
 
     Args:
         weight: [num_outputs, num_inputs].
         bias: [num_outputs], or None.
-        widened: whether y is float32 in place of the weight's dtype.
-        gated: whether `silu_and_mul` of y is given in place of y.
+        widened: whether y is float32 instead of the weight's dtype.
+        gated: whether `silu_and_mul` of y is returned instead of y.
     """
     return PlainLinear(weight, bias, linear_finish(silu_and_mul, widened=widened, gated=gated))
 
@@ -289,21 +289,21 @@ def linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated:
 def linear_finish(
     silu_and_mul: Callable[[Tensor], Tensor], *, widened: bool, gated: bool
 ) -> Callable[[Tensor], Tensor] | None:
-    """What the products of a linear layer go through where the product itself does not do it; None for nothing."""
+    """What is applied to a linear layer's outputs if the product itself does not do it; None for nothing."""
     return Tensor.float if widened else silu_and_mul if gated else None
 
 
 def int8_linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> "Int8Linear":
     """`linear` with each weight as an integer from -127 to 127 times one factor for each output.
 
-    What goes in stays as it is, so an output depends on nothing else of its batch, and weights take half the memory of
-    16 bits. Where it is computed as here, they take more: this says what it means.
+    The input is not quantized, so an output depends on nothing else in its batch, and weights take half the memory of
+    16 bits. In this twin they take more: it only says what the operation means.
     """
     return Int8Linear(weight, bias, widened=widened, gated=gated)
 
 
 class Int8Linear:
-    """See `int8_linear`; products and sums are in float32, and rounded once."""
+    """See `int8_linear`; products and sums are in float32, and the result is rounded once."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> None:
         self._dtype, (integers, scales) = weight.dtype, quantized(weight)
@@ -311,7 +311,7 @@ class Int8Linear:
         self._widened, self._gated = widened, gated
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, num_inputs] -> [num_tokens, num_outputs], or half as many where it is gated."""
+        """[num_tokens, num_inputs] -> [num_tokens, num_outputs], or [num_tokens, num_outputs / 2] if gated."""
         y = self._product(x.float())
         if self._widened:
             return y
@@ -332,7 +332,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
     Args:
         x: [..., size].
-        weight: [size], in x's dtype; multiplied after the rounding to that dtype, as Hugging Face does.
+        weight: [size], in x's dtype; multiplied after rounding to that dtype, as in Hugging Face.
         epsilon: added to the mean square.
 
     Returns:
@@ -340,13 +340,13 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
         raise ValueError(f"weight {form(weight)} does not fit x {form(x)}")
-    wide = x.to(torch.float32, copy=True)  # a copy in float32 too, since it is scaled in place
+    wide = x.to(torch.float32, copy=True)  # a copy even of float32, since it is scaled in place
     inverse_rms = wide.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
     return wide.mul_(inverse_rms).to(x.dtype).mul_(weight)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Adds `x` to `residual` in place, and gives the RMSNorm of the sum; shapes as in `rms_norm`."""
+    """Adds `x` to `residual` in place, and returns the RMSNorm of the sum; shapes as in `rms_norm`."""
     if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(f"x {form(x)} and residual {form(residual)} differ")
     return rms_norm(residual.add_(x), weight, epsilon)
@@ -355,8 +355,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotates each head of each token by its position, in place (RoFormer: Su et al. 2021, arXiv:2104.09864).
 
-    Component i of a head turns with component i + head_dim / 2 ("rotate half", as Hugging Face lays Llama out), not
-    with its neighbour as in the paper.
+    Component i of a head is rotated with component i + head_dim / 2 ("rotate half", as Hugging Face lays Llama out),
+    not with its neighbour as in the paper.
 
     Args:
         x: [num_tokens, num_heads, head_dim]; may be a strided view, such as the q and k part of a fused projection.
@@ -418,7 +418,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
     Args:
         x: [num_tokens, size].
-        approximate: "none" for the Gaussian's own integral, "tanh" for its approximation, as torch names them.
+        approximate: "none" for the exact Gaussian integral, "tanh" for its approximation, as torch names them.
 
     Returns:
         Like `x`.

@@ -1,8 +1,8 @@
 """Writing the K and V of a step's tokens into the blocks of the paged cache (Kwon et al., SOSP'23, arXiv:2309.06180).
 
-One launch for K and V: a program for each token, which copies all its K/V heads. `rotate_and_cache` has a program for
-some heads of a token instead, and rotates queries and keys on the way (RoFormer: Su et al. 2021, arXiv:2104.09864), so
-that a projection is read and written once between the matrix product and attention.
+One launch for K and V: one program per token, which copies all its K/V heads. `rotate_and_cache` instead has one
+program per up to 16 heads of a token, and rotates queries and keys on the way (RoFormer: Su et al. 2021,
+arXiv:2104.09864), so that a projection is read and written once between the matrix product and attention.
 """
 
 import triton
@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.forms import check_dense, check_dtypes, check_slots, form
 from kernels.rotary_embedding import check_rotary, rotated
 
-_HEADS = 16  # of a token, that a program rotates
+_HEADS = 16  # heads of a token that a program takes
 
 
 @triton.jit
@@ -54,10 +54,10 @@ def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, sl
 
     Args:
         k: [num_tokens, num_kv_heads, head_dim]; may be a strided view, dense in head_dim.
-        v: like `k`, but for strides.
+        v: like `k`, except for strides.
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim], perhaps of another dtype; written in place.
-        v_cache: like `k_cache`, strides too.
-        slot_mapping: [num_tokens] int64; -1 skips the token (padding). No slot stands twice.
+        v_cache: like `k_cache`, including strides.
+        slot_mapping: [num_tokens] int64; -1 skips the token (padding). No slot occurs twice.
     """
     if k.shape != v.shape or k.ndim != 3 or k.shape[1:] != k_cache.shape[2:]:
         raise ValueError(f"k {form(k)}, v {form(v)} and k_cache {form(k_cache)} do not fit together")
@@ -135,7 +135,7 @@ def rotate_and_cache(
         cos: [num_tokens, head_dim / 2], as in `rotary_embedding`.
         sin: like `cos`.
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim], perhaps of another dtype; written in place.
-        v_cache: like `k_cache`, strides too.
+        v_cache: like `k_cache`, including strides.
         slot_mapping: as in `reshape_and_cache`.
 
     Returns:

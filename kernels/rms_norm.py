@@ -1,7 +1,7 @@
 """RMSNorm, alone and fused with the residual addition before it (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-A program for each row. It rounds where the twins in `kernels.reference` round: the sum before the norm, and the norm
-before the weight.
+One program per row. It rounds where the twins in `kernels.reference` round: the sum before the norm, and the norm
+before the product with the weight.
 """
 
 import torch
@@ -47,8 +47,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm over the last dimension, in float32 inside.
 
     Args:
-        x: [..., size]; rows may be strided where x is [num_rows, size], and each is dense.
-        weight: [size], in x's dtype; multiplied after the rounding to that dtype, as Hugging Face does.
+        x: [..., size]; rows are dense, and may be strided if x is [num_rows, size].
+        weight: [size], in x's dtype; multiplied after rounding to that dtype, as in Hugging Face.
         epsilon: added to the mean square.
 
     Returns:
@@ -61,7 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Adds `x` to `residual` in place, and gives the RMSNorm of the sum; shapes as in `rms_norm`."""
+    """Adds `x` to `residual` in place, and returns the RMSNorm of the sum; shapes as in `rms_norm`."""
     if x.shape != residual.shape:
         raise ValueError(f"x {form(x)} and residual {form(residual)} differ")
     check_floats(x=x, residual=residual)

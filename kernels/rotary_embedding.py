@@ -1,6 +1,6 @@
 """Rotary position embedding, in place (RoFormer: Su et al. 2021, arXiv:2104.09864).
 
-A program for each (head, token). It rounds where the torch twin rounds: after the first product of each sum.
+One program per (head, token). It rounds where the torch twin rounds: after the first product of each sum.
 """
 
 import triton
@@ -12,7 +12,7 @@ from kernels.forms import check_floats, form
 
 @triton.jit
 def rotated(first: tl.tensor, second: tl.tensor, cosine: tl.tensor, sine: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The two halves of a head, turned; all arguments of one dtype, and the result too."""
+    """The two halves of a head, rotated; all arguments share one dtype, and the result has it too."""
     dtype = first.dtype
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
     cosine, sine = cosine.to(tl.float32), sine.to(tl.float32)
@@ -46,12 +46,12 @@ def _rotary_embedding_kernel(
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotates each head of each token by its position, in place; component i turns with i + head_dim / 2.
+    """Rotates each head of each token by its position, in place; component i is rotated with i + head_dim / 2.
 
     Args:
         x: [num_tokens, num_heads, head_dim]; may be a strided view, such as the q and k part of a fused projection.
         cos: [num_tokens, head_dim / 2], in x's dtype: the rows of the table at the tokens' positions.
-        sin: like `cos`, strides too.
+        sin: like `cos`, including strides.
     """
     check_rotary(x, cos, sin)
     num_tokens, num_heads, head_dim = x.shape

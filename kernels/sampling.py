@@ -1,4 +1,4 @@
-"""One token for each row of logits: the best, or one drawn from what filters keep; without a sort, or a wait.
+"""One token for each row of logits: the best, or one drawn from what filters keep; without sorting or waiting.
 
 A draw is the argmax of scaled logits plus Gumbel noise (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030); the noise
 is that of `kernels.philox`, a function of (seed, sequence index, position, token id) alone, so the token is the one
@@ -6,10 +6,10 @@ that the twin in `kernels.draws` draws. What filters keep is an interval of scal
 finds.
 
 Launches, none of which the host waits for:
-- parts: a program for each (part of the vocabulary, row) finds its best logit;
-- bounds, with filters only: a program for each row finds the interval;
-- draws: a program for each (part, row) adds the noise to what the filters keep, and finds the best sum;
-- choice: a program for each row looks through its parts.
+- parts: one program per (part of the vocabulary, row) finds its best logit;
+- bounds, with filters only: one program per row finds the interval;
+- draws: one program per (part, row) adds the noise to what the filters keep, and finds the best sum;
+- choice: one program per row picks the best of its parts.
 """
 
 import torch
@@ -21,7 +21,7 @@ from kernels.forms import check_sampling
 from kernels.thresholds import best_of_row, find_bounds
 
 _PART = 8192  # tokens
-_COUNTERS = 256  # of the generator, four tokens each
+_COUNTERS = 256  # counters of the generator, four tokens each
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _keep_best(
     ids: tl.tensor,
     size: tl.tensor,
 ) -> None:
-    # The smallest of the ids that share the best value; in range even where nothing is a number.
+    # The smallest of the ids that share the best value; in range even if all values are NaN.
     best = tl.max(values, 0)
     tl.store(best_values + place, best)
     tl.store(best_ids + place, tl.min(tl.where(values == best, ids, size - 1), 0).to(best_ids.dtype.element_ty))
@@ -84,7 +84,7 @@ def _draws_kernel(
     num_parts, num_rows = tl.num_programs(0), tl.num_programs(1)
     temperature = tl.load(temperatures + row)
     if temperature <= 0:
-        return  # the best one it is
+        return  # the best token is taken
     best = best_of_row(best_values, row, num_parts, PADDED_PARTS)
     seed = tl.load(seeds + row)
     position = tl.load(positions + row).to(tl.uint32)
@@ -93,7 +93,7 @@ def _draws_kernel(
     values = tl.full([4 * COUNTERS], float("-inf"), tl.float32)
     winners = part * PART + lanes
     for start in tl.range(part * PART, tl.minimum((part + 1) * PART, size), 4 * COUNTERS):
-        # -- scale, after the best became 0: the other way round, small temperatures would make infinities --
+        # -- scale, after subtracting the best: in the other order, small temperatures would make infinities --
         ids = start + lanes
         found = tl.load(logits + row * row_stride + ids, mask=ids < size, other=float("-inf"))
         scaled = tl.div_rn(found - best, temperature)
@@ -114,8 +114,8 @@ def _draws_kernel(
 
 @triton.jit
 def _gumbel(words: tl.tensor) -> tl.tensor:
-    # -log(-log1p(-u)), u = (word + 1/2) / 2^32, as in `kernels.philox`. log1p by its rounded argument w = 1 - u, and
-    # u / (1 - w) for what the rounding lost (Goldberg 1991, "What every computer scientist should know", theorem 4).
+    # -log(-log1p(-u)), u = (word + 1/2) / 2^32, as in `kernels.philox`. log1p from the rounded w = 1 - u, with the
+    # factor u / (1 - w) for what rounding lost (Goldberg 1991, "What every computer scientist should know", theorem 4).
     complement = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 2.0**-24)
     rounded = 1.0 - complement
     lost = 1.0 - rounded
@@ -163,11 +163,11 @@ def sample_tokens(
     if num_rows == 0:
         return token_ids
     if size == 1:
-        filters = None  # they keep the best one; and a loop over one is what Triton's compiler fails at
+        filters = None  # they keep the only token; and Triton's compiler fails at a loop over a single one
     num_parts = triton.cdiv(size, _PART)
     padded_parts = triton.next_power_of_2(num_parts)
-    # Of each part the best logit and the best sum with noise, and whose they are. In four pieces of memory, since parts
-    # of one would not always be aligned, and Triton compiles a kernel anew for pointers that are not.
+    # For each part, the best logit, the best sum with noise, and the ids of both. In four tensors, since slices of one
+    # would not always be aligned, and Triton compiles a kernel anew for pointers that are not.
     best_values, drawn_values = (
         torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device) for _ in range(2)
     )

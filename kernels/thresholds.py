@@ -1,13 +1,13 @@
-"""What top-k, top-p and typical sampling keep of each row of logits, as an interval of scaled logits; without a sort.
+"""What top-k, top-p, min-p and typical sampling keep of each row of logits: an interval, found without sorting.
 
 Top-k, top-p and min-p keep a head of the tokens ordered by logit; typical sampling (Meister et al. 2022,
 arXiv:2202.00666) keeps a head of those ordered by how far they are from the expected scaled logit. So each filter is a
-greatest distance, and what they keep together an interval. A distance is found by bisection of the float's bits, which
-are ordered as the floats are (the idea of radix selection: Alabi et al. 2012, "Fast k-selection algorithms for graphics
-processing units"), in three places at once, and once few tokens are left to be told apart, among these alone.
+greatest distance, and all of them together keep an interval. A distance is found by bisection of the float's bits,
+which are ordered as the floats are (the idea of radix selection: Alabi et al. 2012, "Fast k-selection algorithms for
+graphics processing units"), at three points at once, and, once few tokens are left to tell apart, among these alone.
 
-`among` is what is looked through, and what distances are measured by: pointer to logits, their number, the best logit,
-the temperature, the expected scaled logit, and the least scaled logit that is kept.
+`among` is what to search, and what to measure distances by: pointer to logits, their number, the best logit, the
+temperature, the expected scaled logit, and the least scaled logit that is kept.
 """
 
 import torch
@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 _SEARCHED = 4096  # tokens that a program looks at together: one for each of its lanes
-_SIFTED = 8  # tokens that are put aside for each lane at most
+_SIFTED = 8  # the most tokens put aside for each lane
 
 
 @triton.jit(do_not_specialize=["num_parts"])
 def _bounds_kernel(
     bounds: tl.tensor,  # [2, num_rows] float32: the least and the greatest scaled logit that is kept
-    sifted: tl.tensor,  # [num_rows, DEPTH, TILE] float32: logits among which is looked further
+    sifted: tl.tensor,  # [num_rows, DEPTH, TILE] float32: the logits among which the search continues
     logits: tl.tensor,
     best_values: tl.tensor,
     temperatures: tl.tensor,
@@ -88,8 +88,8 @@ def _search(
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    # The least distance, as bits, within which the tokens measure `target`: by mass, or for "count" by number. And
-    # where all tokens within it are found, with how many there: `sifted`, where they are few.
+    # The least distance, as bits, within which the tokens reach `target`: by mass, or, for "count", by number. And a
+    # pointer to logits that include all within it, with their number: `sifted`, if they are few.
     source, count, best, temperature, center, least = among
     low, high, count_low, count_high = _narrow(
         among, last * 0 - 1, last, count * 0, count, target, TILE // 4, KIND, TILE
@@ -115,12 +115,12 @@ def _narrow(
     KIND: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    # Too little is within `low`, enough within `high`; where only one token lies between, `high` keeps the right ones.
-    # Ends where so few are within it.
+    # Too little is within `low`, enough within `high`; if only one token lies between, `high` keeps the right ones.
+    # Also ends when at most FEW are within `high`.
     while (high - low > 1) & (count_high - count_low > 1) & (count_high > FEW):
         step = (high - low) // 4
         first, second, third = low + tl.maximum(step, 1), low + tl.maximum(2 * step, 1), low + tl.maximum(3 * step, 1)
-        if (low < 0) & (high == 0x7F800000):  # of all distances most are no one's: begin with 4, 8 and 16
+        if (low < 0) & (high == 0x7F800000):  # most floats are no token's distance: begin with 4, 8, 16
             first, second, third = first * 0 + 0x40800000, first * 0 + 0x41000000, first * 0 + 0x41800000
         tokens = tl.arange(0, TILE)
         count_1, count_2 = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
@@ -161,8 +161,8 @@ def _sift(
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> tl.tensor:
-    # Puts each lane's logits within the distance `last` aside, in the order they come in: `sifted` is [DEPTH, TILE],
-    # filled up with those of forbidden tokens. Gives how many a lane has at most; beyond DEPTH they are left out.
+    # Puts each lane's logits within the distance `last` aside, in the order of the tokens: `sifted` is [DEPTH, TILE],
+    # padded with -inf. Returns the most that a lane has; those beyond DEPTH are left out.
     source, count = among[0], among[1]
     lanes = tl.arange(0, TILE)
     depths = tl.zeros([TILE], tl.int32)
@@ -174,7 +174,7 @@ def _sift(
         depths += is_within.to(tl.int32)
     for level in tl.static_range(DEPTH):
         tl.store(sifted + level * TILE + lanes, float("-inf"), mask=depths <= level)
-    tl.debug_barrier()  # a lane may be another thread's where it is read
+    tl.debug_barrier()  # a lane may be read by another thread than wrote it
     return tl.max(depths, 0)
 
 
@@ -185,13 +185,14 @@ def _mass_within(
     KIND: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    # The mass of the tokens within the distance `last`, where the best token's is 1; and their scaled logits, weighted.
+    # The mass of the tokens within the distance `last`, if the best token's is 1; and the sum of their scaled logits,
+    # weighted by mass.
     tokens = tl.arange(0, TILE)
     masses, weighted = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
     for start in tl.range(0, among[1], TILE):
         bits, mass, scaled = _distances(among, tokens + start, KIND)
         masses += tl.where(bits <= last, mass, 0.0)
-        weighted += tl.where((bits <= last) & (mass > 0.0), mass * scaled, 0.0)  # 0 * -inf is no summand
+        weighted += tl.where((bits <= last) & (mass > 0.0), mass * scaled, 0.0)  # skips 0 * -inf
     return tl.sum(masses, 0), tl.sum(weighted, 0)
 
 
@@ -201,8 +202,8 @@ def _ends_within(
     last: tl.tensor,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    # The least and the greatest scaled logit within the distance `last` from the center, as they are: center - distance
-    # and center + distance would be rounded, and a token at the end be cut or not as chance has it.
+    # The least and the greatest scaled logit within the distance `last` from the center, exactly: center - distance and
+    # center + distance would be rounded, and chance would decide whether a token at either end is cut.
     tokens = tl.arange(0, TILE)
     lows, highs = tl.full([TILE], float("inf"), tl.float32), tl.full([TILE], float("-inf"), tl.float32)
     for start in tl.range(0, among[1], TILE):
@@ -219,8 +220,8 @@ def _distances(
     KIND: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     # Each token's distance, as the bits of a float from 0 up: for "count" and "head" how far its logit is below the
-    # best, for "typical" how far its scaled logit is from the center, and none where it is cut. Its mass, for which
-    # "count" has no use, and its scaled logit.
+    # best, for "typical" how far its scaled logit is from the center, beyond infinity if it is cut. Its mass and its
+    # scaled logit, which "count" does not use.
     source, count, best, temperature, center, least = among
     there = tokens < count
     below = best - tl.load(source + tokens, mask=there, other=float("-inf"))
@@ -246,9 +247,9 @@ def find_bounds(logits: Tensor, best_values: Tensor, temperatures: Tensor, filte
 
     Args:
         logits: [num_rows, vocabulary_size] float32, of more than one token; rows may be strided.
-        best_values: [num_rows, num_parts] float32, whose greatest one of a row is its best logit.
+        best_values: [num_rows, num_parts] float32; the greatest in a row is its best logit.
         temperatures: [num_rows] float32.
-        filters: as of `reference.sample_tokens`.
+        filters: as in `reference.sample_tokens`.
     """
     num_rows, size = logits.shape
     num_parts = best_values.shape[1]

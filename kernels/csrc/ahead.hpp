@@ -1,9 +1,9 @@
-// What a product asks memory for while it computes: the weights that follow, and the K and V that attention reads next.
+// What a product prefetches while it computes: the weights that follow, and the K and V that attention reads next.
 //
-// Attention to many sequences waits for memory, and a product with many rows leaves memory idle. So what attention reads
-// is asked for while the products before it compute: not into a core's own cache, which is too small for it, but by way
-// of that into the one that it shares with some others. So each thread asks for what it is going to read itself. When
-// memory is read changes, and not what is computed.
+// Attention to many sequences waits for memory, and a product with many rows leaves memory idle. So what attention
+// reads is prefetched while the products before it compute: not to stay in a core's own cache, which is too small for
+// it, but through that into the one that it shares with some other cores. So each thread prefetches what it is going to
+// read itself. This changes when memory is read, not what is computed.
 #pragma once
 
 #include "threads.hpp"
@@ -11,7 +11,7 @@
 
 namespace {
 
-// Products work on so many units at once, or on a part of these.
+// Products work on this many units at once, or on a part of them.
 constexpr int kRunUnits = 16;
 
 struct Span {
@@ -19,24 +19,24 @@ struct Span {
     int64_t bytes;
 };
 
-// Some blocks of each layer's cache, share by share of attention to them.
+// Some blocks of each layer's cache, ordered by the share of attention that reads them.
 struct BlocksAhead {
     int32_t* ids;
-    int64_t ends[kMostShares];  // of each share's among them
+    int64_t ends[kMostShares];  // where each share's ids end
     int num_shares;
-    int64_t bytes;   // of what K's cache holds in one, and V's
-    int64_t stride;  // bytes from one to the next, in either
+    int64_t bytes;   // of a block in K's cache, and in V's
+    int64_t stride;  // bytes from one block to the next, in either cache
 
     int64_t count() const { return num_shares > 0 ? ends[num_shares - 1] : 0; }
     int64_t all_bytes() const { return 2 * count() * bytes; }
 };
 
-// What a layer's K and V are in these: K of the first block, its V, K of the second one. Each thread takes it span by span
-// from its own share, and leaves the others' alone: not to be slowed down counts for more than that all is asked for.
+// A layer's K and V in these blocks: K of the first block, its V, K of the second, and so on. Each thread takes spans
+// from its own share, and leaves the others' alone: not being slowed down matters more than prefetching everything.
 struct ContextAhead {
     struct Left {
         int64_t next, end;
-        char padding[48];  // to the next one's cache line
+        char padding[48];  // up to the next share's cache line
     };
     const BlocksAhead* blocks;
     const char* caches[2];
@@ -46,7 +46,7 @@ struct ContextAhead {
         for (int i = 0; i < blocks.num_shares; ++i) shares[i] = {i > 0 ? 2 * blocks.ends[i - 1] : 0, 2 * blocks.ends[i], {}};
     }
 
-    // The next one, or none. Threads that have the same share may get the same one.
+    // Takes the next span; an empty one if there are no more. Threads with the same share may get the same one.
     Span take(int thread) {
         if (blocks->num_shares == 0) return {};
         Left& left = shares[thread % blocks->num_shares];
@@ -57,29 +57,29 @@ struct ContextAhead {
     }
 };
 
-// What is asked for with each of some units of a tile: so many bytes.
+// What is prefetched with some consecutive units of a tile: `bytes` with each unit.
 struct Run {
     const char* at;
     int bytes;
     int num_units;  // a multiple of kRunUnits, or all that are left
 };
 
-// Of one tile. They are found before its first unit: a call between two units would have to put all sums aside.
+// The most runs of one tile. They are found before its first unit: a call between two units would spill all sums.
 constexpr int kMostRuns = 8;
 
-// What a thread asks for.
+// What a thread prefetches.
 class Ahead {
   public:
     Ahead(ContextAhead* context, int thread) : context_(context), thread_(thread) {}
 
-    // For the tiles of some rows: some weights, and then so much of the context.
+    // Begins the tiles of some rows: they prefetch some weights, and then `context_bytes` of the context.
     void begin(Span weights, int64_t context_bytes) {
         weights_ = weights;
         context_bytes_ = context_ != nullptr ? whole_lines(context_bytes) : 0;
     }
 
-    // Shares out to a tile's units what is not asked for yet, or its part of it where other tiles follow. Not inlined in
-    // any of the tiles, of which there are many.
+    // Shares out among a tile's units what is still to be prefetched, or, if `num_tiles` are left with this one, its
+    // part. Not inlined, since there are many kinds of tiles.
     __attribute__((noinline)) void share(int num_units, int num_tiles, Run (&runs)[kMostRuns]) {
         Span weights = take(weights_, whole_lines(weights_.bytes / num_tiles));
         int64_t context_bytes = whole_lines(context_bytes_ / num_tiles);
@@ -94,10 +94,10 @@ class Ahead {
         }
     }
 
-    // Bytes that are not asked for yet.
+    // The bytes still to be prefetched.
     int64_t num_bytes() const { return weights_.bytes + context_bytes_; }
 
-    // The next of them that stand side by side; none where there are no more.
+    // The next contiguous ones of these; none if there are no more.
     __attribute__((noinline)) Span next() {
         return weights_.bytes > 0 ? take(weights_, weights_.bytes) : take_context(context_bytes_);
     }
@@ -109,7 +109,7 @@ class Ahead {
         return taken;
     }
 
-    // Some of the next `bytes`, which are less then by as much, or none where the context has no more.
+    // Takes some of the next `bytes` and subtracts them; if the context has no more, takes none and sets `bytes` to 0.
     Span take_context(int64_t& bytes) {
         if (bytes > 0 && span_.bytes == 0) span_ = context_->take(thread_);
         const Span taken = take(span_, bytes);
@@ -119,18 +119,18 @@ class Ahead {
 
     ContextAhead* const context_;
     const int thread_;
-    Span weights_ = {};          // of these tiles, not asked for yet
+    Span weights_ = {};          // still to be prefetched by these tiles
     int64_t context_bytes_ = 0;  // likewise
-    Span span_ = {};             // of the context, begun with
+    Span span_ = {};             // what is left of the context's current span
 };
 
-// The same in steps of as many bytes each. What stands side by side is found on the way, and not before the first step.
+// The same in steps of equal bytes. Contiguous memory is found on the way, not before the first step.
 class Pace {
   public:
     Pace(Ahead& ahead, int num_steps) : ahead_(ahead), step_bytes_((ahead.num_bytes() + num_steps - 1) / num_steps) {}
 
-    // The next steps, as many as ask for what stands side by side, but no more than `most`. Between these nothing has to
-    // be found, so that sums stay in registers.
+    // The next steps, as many as prefetch contiguous memory, but at most `most`. Between these nothing has to be found,
+    // so that sums stay in registers.
     ALWAYS_INLINE Run next(int most) {
         const int count = end_ - at_ >= most * step_bytes_ ? most : find(most);
         const Run run = {at_, (int)step_bytes_, count};
@@ -139,8 +139,8 @@ class Pace {
     }
 
   private:
-    // So many of `most` steps stand side by side, one at least: where what does has less than one, it is asked for, and
-    // more is found.
+    // Returns how many of `most` steps are contiguous, at least one: if the contiguous memory left is less than a step,
+    // it is prefetched here, and more is found.
     __attribute__((noinline)) int find(int most) {
         for (int64_t left = step_bytes_; end_ - at_ < left;) {
             left -= end_ - at_;
@@ -154,10 +154,10 @@ class Pace {
 
     Ahead& ahead_;
     int64_t step_bytes_;
-    const char *at_ = nullptr, *end_ = nullptr;  // what stands side by side and is not asked for
+    const char *at_ = nullptr, *end_ = nullptr;  // contiguous memory still to be prefetched
 };
 
-// Asks for the lines of a run up to that of the next units: from `line` on.
+// Prefetches the lines of a run from `line` on, up to the end of what the next `num_units` units prefetch.
 ALWAYS_INLINE void ask(const char*& line, Run& run, int num_units) {
     run.at += num_units * run.bytes;
     for (; line < run.at; line += 64) __builtin_prefetch(line, 0, 2);

@@ -4,20 +4,20 @@
 // The split of a context with a merge: flash-decoding, Dao et al. 2023.
 //
 // A tile is some queries of one row with all query heads of one K/V head: for a decode row, one query times the group,
-// so that a block is read once for the group. A context is cut into splits of some blocks; how many depends on the
-// block size alone (`split_tokens`). For each split a tile computes
+// so that a block is read once for the group. A context is cut into splits of a few blocks; how many blocks depends on
+// the block size alone (`split_tokens`). For each split a tile computes
 //
 //     scores = Q K^T;  m = max;  P = exp(scores - m);  l = sum of P;  part = P V
 //
-// and the parts are merged in order. Whether one thread does so for all splits of a tile as it goes, or several threads
-// compute parts and the last one merges them, changes no bit; nor does it matter how a row's queries were cut into
-// chunks, or what else is in the batch. What a row gets depends on its own queries, its context and the block size.
+// and the parts are merged in order. Whether one thread does this for all splits of a tile as it goes, or several
+// threads compute parts and the last one merges them, changes no bit; nor does it matter how a row's queries were cut
+// into chunks, or what else is in the batch. A row's result depends on its own queries, its context and the block size.
 //
-// With a window, splits that no query of a tile sees are left out. Decode rows whose contexts begin with the same blocks
-// go through these together (cascade.hpp).
+// With a window, splits that no query of a tile sees are left out. Decode rows whose contexts begin with the same
+// blocks go through these together (cascade.hpp).
 //
-// Nothing behind a row's context is read, but for K columns whose scores are then left out, and the second half of a
-// pair of V whose first is the last token: that counts as zero.
+// Nothing past a row's context is read, except for K columns whose scores are then left out, and the second half of a
+// pair of V whose first half is the last token: that counts as zero.
 #pragma once
 
 #include <stdlib.h>
@@ -28,22 +28,22 @@
 
 namespace {
 
-// A row's share of the work. Those of the families come first.
+// A row's share of the work. The items of the families come before all rows' items.
 struct RowPlan {
-    int64_t first_item;     // as many as the row has tiles; none if it is in a family
-    bool split;             // each split of each tile is an item
+    int64_t first_item;     // one item per tile and K/V head, or per split of these; none if the row is in a family
+    bool split;             // whether each split of each tile is an item of its own
     int64_t first_partial;  // in floats
-    int64_t first_tile;     // of all rows' tiles, each times the K/V heads
+    int64_t first_tile;     // among the tiles of all split rows, counted once per K/V head
 };
 
-// How a step's work is shared out; what windows and caches a layer has does not matter to it.
+// How a step's work is shared out; it does not depend on a layer's window or caches.
 struct Plan {
-    RowPlan* rows;  // and one more, for the ends
+    RowPlan* rows;  // and one more, which marks the end of the last
     Cascade cascade;
     float* partials;
-    int32_t* splits_left;  // of each tile, for the last one to merge
+    int32_t* splits_left;  // per tile; the thread that brings it to 0 merges the tile
     Shares items;
-    bool worthwhile;  // for several threads
+    bool worthwhile;  // whether the work is enough for several threads
 };
 
 struct AttentionJob {
@@ -52,8 +52,8 @@ struct AttentionJob {
     bool out_of_memory;
 };
 
-// Goes through the item's splits. `all` gets what they come to, together with what is in it if it is `begun`; `next` is
-// what this thread does then, if anything.
+// Goes through the item's splits. `all` gets their result, merged into what it holds if it is `begun`; `next` is the
+// item that this thread does afterwards, or null.
 template <class Product>
 void attend_splits(
     const Attention& a, const Item& item, const Item* next, bool begun, Scratch<Product>& scratch, Part all
@@ -71,7 +71,7 @@ void attend_splits(
     }
 }
 
-// An item that is one split of a tile. Whoever is the last with a tile merges its splits.
+// Does an item that is one split of a tile. The last thread to finish a split of a tile merges the tile's splits.
 template <class Product>
 void attend_part(const AttentionJob& job, const Item& item, const Item* next, Scratch<Product>& scratch) {
     const Attention& a = job.a;
@@ -86,7 +86,7 @@ void attend_part(const AttentionJob& job, const Item& item, const Item* next, Sc
     attend_splits(a, item, next, false, scratch, own);
     int32_t* splits_left = job.plan.splits_left + plan.first_tile + tile;
     if (__atomic_sub_fetch(splits_left, 1, __ATOMIC_ACQ_REL) > 0) return;
-    *splits_left = num_splits;  // for the next layer
+    *splits_left = num_splits;  // reset for the next layer
     const Part all = part_at(partials, num_tile_rows);
     for (int split = 1; split < num_splits; ++split)
         merge(all, part_at(partials + split * size, num_tile_rows), num_tile_rows, a.head_dim);
@@ -108,7 +108,7 @@ Item tile_of(const Attention& a, int row, int head, int tile) {
     return item;
 }
 
-// The splits that a tile's rows share. Where there is a window there are none: most rows would not see them.
+// The item of the splits that a tile's rows share. With a window there are none: most rows would not see them.
 Item shared_item(const Attention& a, const SharedTile& tile, int head) {
     Item item = {};
     item.row = tile.rows[0];
@@ -148,7 +148,7 @@ void attend_shared(const Attention& a, const Item& item, const Item* next, Scrat
     }
 }
 
-// Does the item; `next` is what this thread does after it, if anything.
+// Does the item; `next` is the item that this thread does after it, or null.
 template <class Product>
 void attend(const AttentionJob& job, const Item& item, const Item* next, Scratch<Product>& scratch) {
     if (item.shared != nullptr) return attend_shared(job.a, item, next, scratch);
@@ -158,7 +158,7 @@ void attend(const AttentionJob& job, const Item& item, const Item* next, Scratch
     store_output(job.a, item, scratch.all);
 }
 
-// Item number `number`; where it is one of a row, then of `row` or a later one.
+// Finds item `number`. If it belongs to a row rather than a family, that is `row` or a later one.
 Item find_item(const AttentionJob& job, int64_t number, int row) {
     const Attention& a = job.a;
     const Plan& plan = job.plan;
@@ -167,7 +167,7 @@ Item find_item(const AttentionJob& job, int64_t number, int row) {
     while (plan.rows[row + 1].first_item <= number) ++row;
     const int num_tiles = a.num_tiles(row), num_splits = plan.rows[row].split ? a.num_splits(row) : 1;
     const int index = (int)(number - plan.rows[row].first_item);
-    // The last queries see most: they come first, so that no thread is left with them at the end.
+    // The last queries see the most tokens: they come first, so that no thread is left with them at the end.
     const int tile = num_tiles - 1 - index / num_splits % num_tiles;
     Item item = tile_of(a, row, index / (num_tiles * num_splits), tile);
     if (plan.rows[row].split) {
@@ -179,14 +179,14 @@ Item find_item(const AttentionJob& job, int64_t number, int row) {
     return item;
 }
 
-// Takes the memory of `scratch`, which is to be freed; null if there is none.
+// Allocates the memory of `scratch`, which is to be freed; null if out of memory.
 template <class Product>
 void* prepare(const Attention& a, Scratch<Product>& scratch) {
     using Left = typename Product::Left;
     const int num_tile_rows = a.tile_queries() * a.group_size();
     const int num_left_rows = round_up(num_tile_rows, Product::kRowStep);
     scratch.stride = round_up(a.split_tokens(), kWidth);
-    const bool in_place = Left::kDtype == kFloat32;  // probabilities may stand where the scores do
+    const bool in_place = Left::kDtype == kFloat32;  // probabilities may overwrite the scores
     const size_t score_bytes = whole_lines(sizeof(float) * num_left_rows * scratch.stride);
     const size_t p_bytes = in_place ? 0 : whole_lines(sizeof(*scratch.p) * num_left_rows * scratch.stride);
     const size_t q_bytes = whole_lines(sizeof(*scratch.q) * num_left_rows * a.head_dim);
@@ -228,7 +228,7 @@ void attend_items(void* data, int thread) {
     free(memory);
 }
 
-// The number of a row whose lengths or blocks do not fit; -1 if there is none.
+// The index of a row whose lengths or blocks do not fit; num_rows if query_starts as a whole does not; -1 if all fits.
 int find_misfit(const Attention& a, int64_t num_tokens) {
     for (int row = 0; row < a.num_rows; ++row) {
         const int64_t queries = (int64_t)a.query_starts[row + 1] - a.query_starts[row];
@@ -242,12 +242,12 @@ int find_misfit(const Attention& a, int64_t num_tokens) {
     return a.query_starts[0] == 0 && a.query_starts[a.num_rows] == num_tokens ? -1 : a.num_rows;
 }
 
-// What a row's tiles cost.
+// The cost of a row's tiles.
 int64_t cost_of(const Attention& a, int row) {
     return (int64_t)a.num_kv_heads * a.num_queries(row) * a.context_lengths[row];
 }
 
-// Says which rows are split: those whose tiles are each a large share of all work. Gives what all of it costs.
+// Decides which rows are split: those whose tiles are each a large share of all work. Returns the cost of all work.
 int64_t choose_splits(const Attention& a, int num_threads, RowPlan* rows) {
     int64_t cost = 0;
     for (int row = 0; row < a.num_rows; ++row) cost += cost_of(a, row);
@@ -258,7 +258,7 @@ int64_t choose_splits(const Attention& a, int num_threads, RowPlan* rows) {
     return cost;
 }
 
-// Calls body(rows, num_rows, first_item, num_items) for each tile of a family and each other row, in the order of items.
+// Calls body(rows, num_rows, first_item, num_items) for each tile of a family and each other row, in item order.
 template <class Body>
 void visit_items(const Attention& a, const Plan& plan, Body body) {
     for (int i = 0; i < plan.cascade.num_tiles; ++i) {
@@ -271,7 +271,7 @@ void visit_items(const Attention& a, const Plan& plan, Body body) {
     }
 }
 
-// Shares that cost about the same; all items cost `cost`.
+// Shares of about equal cost; all items together cost `cost`.
 Shares share_out_items(const Attention& a, const Plan& plan, int num_threads, int64_t cost) {
     Shares shares = Shares::evenly(0, num_threads);
     int share = 0;
@@ -293,7 +293,7 @@ Shares share_out_items(const Attention& a, const Plan& plan, int num_threads, in
     return shares;
 }
 
-// Shares the work out; the plan is to be freed. False without memory.
+// Shares the work out; the plan is to be freed. Returns false if out of memory.
 bool make_plan(const Attention& a, int num_threads, Plan& plan) {
     plan = {};
     plan.rows = static_cast<RowPlan*>(malloc(sizeof(RowPlan) * (a.num_rows + 1)));
@@ -338,7 +338,8 @@ void free_plan(const Plan& plan) {
     free(plan.rows);
 }
 
-// Where q and the cache are of one dtype they meet in it, else in float32, as kernels/reference.py says.
+// q and the cache meet in bfloat16 if both are bfloat16 and the level multiplies it, else in float32, which holds the
+// values of both exactly (see kernels/reference.py).
 Work attention_work(const Attention& a) {
 #if defined(TILES)
     if (a.dtype == kBfloat16 && a.cache_dtype == kBfloat16 && InTiles::fits(a.head_dim, a.block_size))
@@ -352,7 +353,7 @@ Work attention_work(const Attention& a) {
     return attend_items<InFloat32<Float32>>;
 }
 
-// Gives -1, or the number of a row that does not fit (num_rows: query_starts as a whole), or -2 without memory.
+// Returns -1, or the index of a row that does not fit (num_rows: query_starts as a whole), or -2 if out of memory.
 int paged_attention(const Attention& a, int64_t num_tokens, const Threads& threads) {
     const int misfit = find_misfit(a, num_tokens);
     if (misfit >= 0 || a.num_rows == 0) return misfit;

@@ -1,5 +1,5 @@
-// K and V of a step's tokens into their slots of the paged cache, in the layout that multiply.hpp reads and rounded to
-// the cache's dtype; and the same fused with the rotation of queries and keys (RoFormer: Su et al. 2021,
+// Writes K and V of a step's tokens into their slots of the paged cache, in the layout that multiply.hpp reads and
+// rounded to the cache's dtype; also fused with the rotation of queries and keys (RoFormer: Su et al. 2021,
 // arXiv:2104.09864).
 #pragma once
 
@@ -8,25 +8,25 @@
 namespace {
 
 struct CacheWrite {
-    Dtype dtype;        // of what is written, and of what turns
+    Dtype dtype;        // of k, v, heads, cos and sin
     Dtype cache_dtype;  // of k_cache and v_cache
     void* k;            // the first K head of the first token
     void* v;
-    int64_t k_stride;  // values between a token's heads and the next one's
+    int64_t k_stride;  // values from one token's heads to the next token's
     int64_t v_stride;
     void* k_cache;
     void* v_cache;
-    int64_t block_stride;  // values between a block of either and the next one
+    int64_t block_stride;  // values from one block to the next, in either cache
     const int64_t* slot_mapping;
     int64_t num_slots;
     int num_tokens, block_size, num_kv_heads, head_dim;
-    // Only to rotate: all of a token's heads that turn, num_heads of them, the K heads last.
+    // For rotation only, else null: a token's heads that are rotated, num_heads of them, the K heads last.
     void* heads;
     int64_t heads_stride;
     int num_heads;
     const void* cos;  // [num_tokens][head_dim / 2]
     const void* sin;
-    // Of the RMSNorms over each query head and each K head before they turn, or null.
+    // The weights of the RMSNorms over each query head and each K head before rotation, or null.
     const void* q_norm;
     const void* k_norm;
     float epsilon;
@@ -37,7 +37,7 @@ struct CacheJob {
     Shares tokens;
 };
 
-// Some components of one head, `first` and the `count` - 1 behind it, into a slot.
+// Writes `count` components of one head, from `first` on, into a slot.
 template <class Value, int kUnit>
 ALWAYS_INLINE void place(
     const CacheWrite& a, int64_t slot, int head, int first, int count, const Value* k, const Value* v
@@ -79,7 +79,7 @@ ALWAYS_INLINE void write_token(const CacheWrite& a, int64_t token) {
     }
 }
 
-// Component i of a head turns with component i + head_dim / 2; in float32, rounded once.
+// Rotates component i of a head with component i + head_dim / 2; in float32, rounded once.
 template <class Element>
 ALWAYS_INLINE void rotate_token(const CacheWrite& a, int64_t token) {
     using Value = typename Element::Value;
@@ -127,14 +127,14 @@ Work cache_work(Dtype cache_dtype) {
     return write_tokens<Float16, 1>;
 }
 
-// The number of a token whose slot does not exist; -1 if there is none.
+// The index of a token whose slot does not exist; -1 if there is none.
 int find_misfit(const CacheWrite& a) {
     for (int token = 0; token < a.num_tokens; ++token)
         if (a.slot_mapping[token] >= a.num_slots) return token;
     return -1;
 }
 
-// Gives what `find_misfit` does.
+// Returns what `find_misfit` does.
 int write_cache(const CacheWrite& a, const Threads& threads) {
     const int misfit = find_misfit(a);
     if (misfit >= 0) return misfit;

@@ -1,9 +1,9 @@
 // Decode rows whose contexts begin with the same blocks, and how they go through those blocks together.
 //
-// Such rows are a family; its rows are shared out to tiles of about the same number. A tile takes the queries of all its
-// rows through the splits that the family shares, so that what is in them is read once for the tile, and then those of
-// each row through the rest of the row's context. Parts are those that each row would have made alone, and are merged in
-// the same order: being in a family changes no bit of what a row gets.
+// Such rows are a family; its rows are shared out to tiles of about equal size. A tile takes the queries of all its
+// rows through the splits that the family shares, so that those are read once for the tile, and then each row's queries
+// through the rest of the row's context. The parts are those that each row would have made alone, and are merged in the
+// same order: being in a family changes no bit of a row's result.
 //
 // Cascade inference: Ye et al. 2024, FlashInfer (arXiv:2501.01005, section 3.1); Hydragen: Juravsky et al. 2024,
 // arXiv:2402.05099. There the parts of the prefix and of the rest are computed by separate passes; here one thread does
@@ -16,26 +16,26 @@
 
 namespace {
 
-// Some rows of a family, of one query each.
+// Some rows of a family, with one query each.
 struct SharedTile {
     const int32_t* rows;
     int num_rows;
-    int num_splits;  // that they share
+    int num_splits;  // shared by the rows
 };
 
 struct Cascade {
-    int32_t* rows;  // of the first tile, the second one, and so on
+    int32_t* rows;  // those of the first tile, then of the second, and so on
     SharedTile* tiles;
     int num_tiles;
     bool* has_row;
 };
 
-// A row can share what stands before the split of its last token.
+// A row can share the splits before that of its last token.
 ALWAYS_INLINE int most_shared_splits(const Attention& a, int row) {
     return (a.context_lengths[row] - 1) / a.split_tokens();
 }
 
-// The splits that two contexts begin with alike, as far as both rows can share them.
+// The number of leading splits that are the same in two contexts, as far as both rows can share them.
 int count_shared_splits(const Attention& a, int row, int other) {
     const int32_t* table = a.block_tables + row * a.table_stride;
     const int32_t* others = a.block_tables + other * a.table_stride;
@@ -46,8 +46,8 @@ int count_shared_splits(const Attention& a, int row, int other) {
     return split;
 }
 
-// How many splits a family is to share so that most is saved: each of them is not read again for each row but the first.
-// `shared` are what the other rows have in common with the first.
+// How many splits a family should share to save the most: each shared split is read once instead of once per row.
+// `shared` are the numbers of splits that the other rows have in common with the first.
 int choose_depth(const int32_t* shared, int count) {
     int64_t most_saved = 0;
     int depth = 0;
@@ -61,8 +61,8 @@ int choose_depth(const int32_t* shared, int count) {
     return depth;
 }
 
-// As many tiles as their size asks for, or, heads counted, four for each thread, and so many more that all threads get as
-// many, where there are rows enough; 0 if too few to keep the threads busy.
+// The number of tiles per K/V head: as many as their size requires, or, if that is more, enough for four per thread,
+// heads counted; then more until all threads get the same number, while rows suffice. 0 if too few to keep them busy.
 int choose_num_tiles(const Attention& a, int num_rows, int num_threads) {
     const int for_size = (num_rows + a.tile_queries() - 1) / a.tile_queries();
     if (num_threads == 1) return for_size;
@@ -73,13 +73,13 @@ int choose_num_tiles(const Attention& a, int num_rows, int num_threads) {
     return num_tiles * a.num_kv_heads < 2 * num_threads ? 0 : num_tiles;
 }
 
-// Finds the families among the rows that `can_share`. False without memory; what was taken is to be freed all the same.
+// Finds the families among the rows that `can_share`. Returns false if out of memory; `cascade` is to be freed anyway.
 template <class CanShare>
 bool find_families(const Attention& a, int num_threads, CanShare can_share, Cascade& cascade) {
     cascade.rows = static_cast<int32_t*>(malloc((3 * sizeof(int32_t) + sizeof(bool)) * a.num_rows));
     cascade.tiles = static_cast<SharedTile*>(malloc(sizeof(SharedTile) * a.num_rows));
     if (cascade.rows == nullptr || cascade.tiles == nullptr) return false;
-    int32_t* const others = cascade.rows + a.num_rows;  // that begin like the first row, and what they share with it
+    int32_t* const others = cascade.rows + a.num_rows;  // rows that begin like the first, and what they share with it
     int32_t* const shared = others + a.num_rows;
     cascade.has_row = reinterpret_cast<bool*>(shared + a.num_rows);
     memset(cascade.has_row, 0, a.num_rows);

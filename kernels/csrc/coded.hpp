@@ -1,10 +1,11 @@
 // bfloat16 in 12 bits, without loss.
 //
-// The upper byte of a bfloat16 is its sign and most of its exponent, and in one panel of a weight it takes few values: 16
-// of them are all but one in some thousands. So a panel keeps those 16, for each value the number of its upper byte in 4
-// bits, and the lower byte as it is. Values with another upper byte are exceptions, and stand in a list. Zhang et al.
-// 2025, "70% Size, 100% Accuracy", section 2, has the entropy of the exponents of many models: 2.6 bits. At small batches
-// the time of a product is that of reading the weight, a quarter less; what is computed with is the same, to the bit.
+// The upper byte of a bfloat16 is its sign and most of its exponent, and in one panel of a weight it takes few values:
+// 16 of them cover all but one weight in some thousands. So a panel keeps those 16, and for each weight the index of
+// its upper byte, in 4 bits, and the lower byte as it is. Weights with another upper byte are exceptions, kept in a
+// list. Zhang et al. 2025, "70% Size, 100% Accuracy", section 2, has the entropy of the exponents of many models: 2.6
+// bits. At small batches a product takes the time of reading the weight, which is a quarter less; the values computed
+// with are the same, to the bit.
 #pragma once
 
 #include <stdlib.h>
@@ -17,25 +18,25 @@ namespace {
 constexpr int kPanel = 32;  // outputs
 constexpr int kPanelVectors = kPanel / kWidth;
 
-// A value whose upper byte is none of its panel's 16.
+// A value whose upper byte is not among its panel's 16.
 struct Exception {
-    int32_t pair;    // of units; INT32_MAX behind the last one of a panel
-    uint16_t place;  // 64 in the second unit of the pair, and output * 2, and 1 for the second input
+    int32_t pair;    // of units; INT32_MAX after the last one of a panel
+    uint16_t place;  // output * 2, plus 1 for the second input, plus 64 in the second unit of the pair
     uint16_t value;
 };
 
-// Two units of a panel, of 32 outputs by 2 inputs each. Two, since then their codes are as many bytes as a unit has
-// values, and need not be brought to their places.
+// Two units of a panel, of 32 outputs by 2 inputs each. Two, since then their codes have one byte for each value of a
+// unit, at the same place, and need not be moved there.
 struct CodedPair {
     uint8_t lower[2][2 * kPanel];
     uint8_t codes[2 * kPanel];  // lower half: of the first unit's value at the same place; upper half: of the second's
 };
 
-// A panel, behind this head. Its pairs stand in whole cache lines.
+// The head of a panel, followed by its pairs. Each pair fills whole cache lines.
 struct CodedPanel {
     alignas(64) uint8_t uppers[16];
     int64_t first_exception;
-    // The pairs follow. In the last one the second unit may be one too many.
+    // The pairs follow. In the last one the second unit may be past the end.
 
     const CodedPair* pairs() const { return reinterpret_cast<const CodedPair*>(this + 1); }
     CodedPair* pairs() { return reinterpret_cast<CodedPair*>(this + 1); }
@@ -47,19 +48,19 @@ struct CodedPanel {
 
 static_assert(sizeof(CodedPanel) == 64 && sizeof(CodedPair) == 192, "kernels/cpu_linear.py counts on it");
 
-// Where a value of a unit stands in `lower`. The instructions that put lower and upper bytes together work within each 16
-// bytes: of 16 values they give the first 8 to one vector, and the last 8 to another.
+// The place of a unit's value in `lower`. The instructions that put lower and upper bytes together work within each 16
+// bytes: of 16 values, the first 8 go to one vector, and the last 8 to another.
 ALWAYS_INLINE int spread(int place) { return (place & 24) << 1 | (place & 32) >> 2 | (place & 7); }
 
-// So the vectors of a tile of some of a panel's outputs are spread evenly over it, and the tile has whole 16 bytes of it.
-// This is the first output of one.
+// So the vectors of a tile with some of a panel's outputs are spread evenly over the panel, and the tile reads whole 16
+// bytes of it. This is the first output of a vector.
 template <int kVectors>
 constexpr int spread_output(int tile, int vector) {
     return tile * kWidth + vector * (kPanel / kVectors);
 }
 
-// A panel's units, two at a time, a tile's outputs of each. They are to be asked for in their order, by the first of the
-// two.
+// Decodes a panel's units, two at a time, for a tile's outputs. Pairs must be decoded in order; `unit` is a pair's
+// first.
 struct Coded {
     static constexpr int kUnits = 2;
     const CodedPanel* panel;
@@ -111,7 +112,7 @@ struct Coded {
             }
 #endif
         if (__builtin_expect(unit / 2 == next->pair, 0)) {
-            // In a copy, so that those without exceptions stay in registers.
+            // In a copy, so that words without exceptions stay in registers.
             Words changed[kUnits][kVectors];
 #pragma GCC unroll 2
             for (int i = 0; i < kUnits; ++i)
@@ -142,7 +143,7 @@ struct Encoding {
     int num_outputs, num_inputs;
     char* panels;
     Exception* exceptions;
-    int64_t capacity;  // of these
+    int64_t capacity;  // of `exceptions`
     int64_t num_exceptions;
 };
 
@@ -151,9 +152,9 @@ struct EncodingJob {
     Counter panels;
 };
 
-// Writes the 16 upper bytes that most values have, and gives how many have another one. `count` is even.
+// Writes the 16 most frequent upper bytes, and returns how many values have another one. `count` is even.
 inline int64_t choose_uppers(const uint16_t* values, int64_t count, CodedPanel& panel) {
-    // Two tables: neighbours are often alike, and the second would wait for the first one's count.
+    // Two tables: neighbours are often alike, and in one table the second would wait for the first one's count.
     int64_t counts[256] = {}, odd_counts[256] = {}, num_left = count;
     for (int64_t i = 0; i < count; i += 2) {
         ++counts[values[i] >> 8];
@@ -164,7 +165,7 @@ inline int64_t choose_uppers(const uint16_t* values, int64_t count, CodedPanel& 
     for (int byte = 0; byte < 256; ++byte)
         if ((counts[byte] += odd_counts[byte]) > 0) seen[num_seen++] = (uint8_t)byte;
     for (uint8_t& upper : panel.uppers) {
-        upper = 0;  // anything, where fewer than 16 were seen
+        upper = 0;  // any byte will do if fewer than 16 were seen
         for (int i = 0; i < num_seen; ++i) upper = counts[seen[i]] > counts[upper] ? seen[i] : upper;
         num_left -= counts[upper];
         counts[upper] = 0;
@@ -172,13 +173,13 @@ inline int64_t choose_uppers(const uint16_t* values, int64_t count, CodedPanel& 
     return num_left;
 }
 
-// The order in which they are met.
+// The order in which decoding meets exceptions.
 inline int by_place(const void* a, const void* b) {
     const Exception &first = *static_cast<const Exception*>(a), &second = *static_cast<const Exception*>(b);
     return first.pair != second.pair ? (first.pair > second.pair) * 2 - 1 : first.place - second.place;
 }
 
-// What `Coded` reads. Outputs that fill up the last panel, and a unit that fills up a pair, are anything.
+// Writes a panel that `Coded` reads. Outputs that pad the last panel, and a unit that pads a pair, may be anything.
 inline void encode_panel(Encoding& a, int64_t number) {
     constexpr uint8_t kNone = 16;
     CodedPanel& panel = *reinterpret_cast<CodedPanel*>(a.panels + number * CodedPanel::bytes(a.num_inputs));
@@ -195,7 +196,7 @@ inline void encode_panel(Encoding& a, int64_t number) {
     Exception* exception = exceptions;
     const int num_pairs = CodedPanel::num_pairs(a.num_inputs);
     if (num_outputs < kPanel) memset((void*)panel.pairs(), 0, sizeof(CodedPair) * num_pairs);
-    // Output by output, as the weight stands in memory, two units at a time. A unit's two values stand side by side.
+    // Output by output, in the weight's order in memory, two units at a time. A unit's two values are side by side.
     for (int output = 0; output < num_outputs; ++output) {
         const uint16_t* values = weight + (int64_t)output * a.num_inputs;
         const int at = spread(2 * output);
@@ -232,8 +233,8 @@ inline void encode_panels(void* data, int) {
         encode_panel(job.a, number);
 }
 
-// Gives how many exceptions there are, ends of panels included; where that is more than there is room for, the panels are
-// not to be used.
+// Returns the number of exceptions, ends of panels included; if that is more than there is room for, the panels must
+// not be used.
 inline int64_t encode(const Encoding& encoding, const Threads& threads) {
     EncodingJob job = {encoding, {0, (encoding.num_outputs + kPanel - 1) / kPanel}};
     run_on(threads, true, encode_panels, &job);

@@ -1,12 +1,12 @@
 // All layers of a decoder like Llama's (worker/models/llama.py says what they compute), for the tokens of one step.
 //
-// A layer is eight jobs, the operations that stand in the other files:
+// A layer is eight jobs, the operations in the other files:
 //
 //     add and normalize | q, k, v | rotate and cache | attend | output
 //     add and normalize | gate and up | down
 //
-// Behind the last layer's attention only those tokens go on whose outcome is asked for: of a prompt the last one. The
-// products between one layer's attention and the next one's ask memory for what that is going to read (ahead.hpp).
+// After the last layer's attention only the tokens whose output is asked for go on: of a prompt, the last one. The
+// products between one layer's attention and the next prefetch what the next one is going to read (ahead.hpp).
 #pragma once
 
 #include "attention.hpp"
@@ -29,7 +29,7 @@ struct Weights {
 
 struct DecoderLayer {
     const void* attention_norm;
-    const void* q_norm;  // and k_norm: of each head, or null
+    const void* q_norm;  // and k_norm: for each head, or null
     const void* k_norm;
     const void* mlp_norm;
     Weights qkv, output, gate_up, down;
@@ -38,25 +38,25 @@ struct DecoderLayer {
 
 struct Decoder {
     const DecoderLayer* layers;
-    const void* norm;  // behind the last one
+    const void* norm;  // after the last layer
     Dtype dtype;
     int num_layers, hidden_size, num_heads, num_kv_heads, head_dim;
     float epsilon, scale;
 };
 
 struct DecoderStep {
-    void* residual;  // [num_tokens][hidden_size], in: the embeddings
+    void* residual;  // [num_tokens][hidden_size]; on entry the embeddings
     void* out;       // [num_scored][hidden_size]
-    void* scratch;   // for each token 2 * hidden_size values, q, k and v, q, and the MLP's
+    void* scratch;   // per token: 2 * hidden_size values, then q, k and v, then q, then the MLP's values
     const void* cos;
     const void* sin;
-    void* const* caches;  // K's and V's of each layer in turn
-    int64_t block_stride;  // values between a block of each and the next one
+    void* const* caches;  // the K and the V cache of each layer in turn
+    int64_t block_stride;  // values from one block to the next, in each cache
     const int64_t* slot_mapping;
     const int32_t* block_tables;
     const int32_t* query_starts;
     const int32_t* context_lengths;
-    const int64_t* scored;  // [num_scored], ascending: the tokens that `out` is of; not read where it is of all
+    const int64_t* scored;  // [num_scored], ascending: the tokens in `out`; not read if those are all
     int64_t table_stride;
     Dtype cache_dtype;
     int num_tokens, num_rows, num_scored, num_blocks, block_size;
@@ -73,18 +73,18 @@ struct LayerJobs {
     ContextAhead context;  // of this layer
 };
 
-// Moves the rows of the tokens that are scored to the front of both.
+// Moves the rows of the scored tokens to the front, in both buffers.
 struct PickJob {
     const int64_t* scored;
     int num_scored;
     char *attended, *residual;
-    int64_t attended_bytes, residual_bytes;  // of a row
+    int64_t attended_bytes, residual_bytes;  // per row
 };
 
 inline void pick_rows(void* data, int thread) {
     PickJob& job = *static_cast<PickJob*>(data);
     if (thread > 0) return;
-    // A row never moves back, so each is read before another one takes its place.
+    // A row only moves towards the front, so each is read before another takes its place.
     for (int64_t to = 0; to < job.num_scored; ++to) {
         const int64_t from = job.scored[to];
         memmove(job.attended + to * job.attended_bytes, job.attended + from * job.attended_bytes, job.attended_bytes);
@@ -92,18 +92,18 @@ inline void pick_rows(void* data, int thread) {
     }
 }
 
-// Lists each block once for each share whose queries see it, up to so many bytes of K and V; to be freed. False without
-// memory.
+// Lists each block once per share whose queries see it, up to `most_bytes` of K and V in all; `ahead.ids` is to be
+// freed. Returns false if out of memory.
 bool list_blocks(const Attention& a, const Plan& plan, int64_t most_bytes, BlocksAhead& ahead) {
     const int64_t value_bytes = size_of(a.cache_dtype);
     ahead.bytes = (int64_t)a.block_size * a.num_kv_heads * a.head_dim * value_bytes;
     ahead.stride = a.block_stride * value_bytes;
     ahead.num_shares = plan.items.num_shares;
-    const int64_t most = most_bytes / (2 * ahead.bytes) / ahead.num_shares;  // of a share
+    const int64_t most = most_bytes / (2 * ahead.bytes) / ahead.num_shares;  // blocks per share
     ahead.ids = static_cast<int32_t*>(malloc(sizeof(int32_t) * most * ahead.num_shares + 1));
-    uint8_t* const last_lister = static_cast<uint8_t*>(calloc(a.num_blocks, 1));  // of each block: its number, from 1
+    uint8_t* const last_lister = static_cast<uint8_t*>(calloc(a.num_blocks, 1));  // per block: share + 1, or 0
     const bool has_memory = ahead.ids != nullptr && last_lister != nullptr;
-    int share = 0;  // whose blocks are listed
+    int share = 0;  // the one whose blocks are being listed
     int64_t count = 0, end = most;
     const auto list_row = [&](int row) {
         const int32_t* table = a.block_tables + row * a.table_stride;
@@ -127,7 +127,7 @@ bool list_blocks(const Attention& a, const Plan& plan, int64_t most_bytes, Block
     return has_memory;
 }
 
-// What the layers hand from one job to the next.
+// What one job hands to the next, within the layers.
 struct Buffers {
     char *x, *normed, *heads, *attended, *gated;
 
@@ -141,7 +141,7 @@ struct Buffers {
     }
 };
 
-// Writes down the jobs of each layer, and the stages that do them.
+// Writes out the jobs of each layer, and the stages that run them.
 class DecoderPlan {
   public:
     DecoderPlan(
@@ -151,7 +151,7 @@ class DecoderPlan {
         : d(decoder), step(step), b(decoder, step), num_tokens(step.num_tokens), num_threads(num_threads),
           attention(attention), ahead(ahead) {}
 
-    // `jobs` has room for all layers, `stages` for eight each and two more. Gives how many stages there are.
+    // `jobs` has room for all layers, `stages` for eight per layer and two more. Returns the number of stages.
     int write(LayerJobs* jobs, PickJob& pick, PointwiseJob& last, Stage* stages) {
         const Work norm = pointwise_work<false>(d.dtype);
         Stage* next = stages;
@@ -196,15 +196,15 @@ class DecoderPlan {
         return (int)(next - stages);
     }
 
-    // Of K and V for each layer: a byte for ten multiplications, since few rows leave little memory idle; and no more
-    // than stays in the cache that cores share until it is read.
+    // The most bytes of K and V to prefetch in each layer: one per ten multiplications, since few rows leave little
+    // memory bandwidth idle; and no more than stays in the cache that cores share until it is read.
     int64_t most_bytes_ahead() const {
         constexpr int64_t kMostBytes = 8 << 20;
         const int64_t bytes = num_weights() * num_tokens / 10;
         return bytes < kMostBytes ? bytes : kMostBytes;
     }
 
-    // Attention of the layer that sees most.
+    // The attention of the layer that sees the most tokens.
     Attention attend_widest() const {
         Attention widest = attend(0);
         for (int i = 1; i < d.num_layers; ++i) {
@@ -232,10 +232,10 @@ class DecoderPlan {
     }
 
   private:
-    // Values between a token's queries, keys and values and the next one's.
+    // Values from one token's queries, keys and values to the next token's.
     int64_t heads_stride() const { return (int64_t)(d.num_heads + 2 * d.num_kv_heads) * d.head_dim; }
 
-    // Of a layer.
+    // Weights of one layer.
     int64_t num_weights() const {
         const DecoderLayer& layer = d.layers[0];
         const auto of = [](const Weights& weights) { return (int64_t)weights.num_outputs * weights.num_inputs; };
@@ -271,7 +271,7 @@ class DecoderPlan {
     const Decoder& d;
     const DecoderStep& step;
     const Buffers b;
-    int num_tokens;  // that the next job is for
+    int num_tokens;  // of the next job
     const int num_threads;
     const Plan& attention;
     const BlocksAhead& ahead;
@@ -282,8 +282,8 @@ bool ran_out_of_memory(const LayerJobs& job) {
            job.gate_up.out_of_memory || job.down.out_of_memory;
 }
 
-// Gives -1, or the number of a row that does not fit (see `find_misfit`), or num_rows + 1 and the number of a token whose
-// slot does not exist, or -2 without memory.
+// Returns -1; or the index of a row that does not fit (see `find_misfit`); or num_rows + 1 plus the index of a token
+// whose slot does not exist; or -2 if out of memory.
 int decode(const Decoder& decoder, const DecoderStep& step, const Threads& threads, TeamSize team_size) {
     if (step.num_tokens == 0) return -1;
     Plan attention = {};

@@ -1,5 +1,5 @@
-// The kinds of elements that tensors consist of, each as vectors and one by one: widened to float32, in which everything
-// is computed, and rounded back to the nearest, ties to even. A NaN stays one; what is too large becomes infinite.
+// The kinds of elements that tensors consist of, each as vectors and one by one: widened to float32, in which
+// everything is computed, and rounded back to the nearest, ties to even. NaN stays NaN; overflow gives infinity.
 #pragma once
 
 #include "vector.hpp"
@@ -39,8 +39,8 @@ struct Bfloat16 {
     static ALWAYS_INLINE Floats load(const Value* from) {
         return (Floats)(__builtin_convertvector(load_halves(from), Words) << 16);
     }
-    // The upper halves of the result are zero. A NaN stays one if it comes of arithmetic with what is widened here: the
-    // lower half is zero then.
+    // The upper halves of the result are zero. A NaN stays a NaN if it comes from arithmetic on values widened here:
+    // its lower half is then zero.
     static ALWAYS_INLINE Words bits(Floats x) {
         const Words words = (Words)x;
         return (words + 0x7FFFu + ((words >> 16) & 1u)) >> 16;
@@ -78,7 +78,7 @@ struct Float16 {
         const Words shifted = (words & 0x7FFFu) << 13;  // exponent and mantissa where float32 has them
         const Words exponent = shifted & 0x0F800000u;
         const Words normal = shifted + ((127u - 15u) << 23);
-        // Without its hidden 1: what stands there counts in steps of 2^-24.
+        // Denormals have no hidden 1: their mantissa counts in steps of 2^-24.
         const Words small = (Words)((Floats)(shifted + (113u << 23)) - 6.103515625e-5f);
         const Words large = normal + ((128u - 16u) << 23);  // infinite, or NaN
         const Words magnitude = exponent == 0x0F800000u ? large : exponent == 0u ? small : normal;
@@ -93,7 +93,7 @@ struct Float16 {
 #else
         const Integers word = (Integers)x & 0x7FFFFFFF;
         const Integers normal = (word - ((127 - 15) << 23) + 0xFFF + ((word >> 13) & 1)) >> 13;
-        // An addition that leaves steps of 2^-24, and so rounds to them.
+        // Denormals: the sum has steps of 2^-24, so the addition rounds to them.
         const Integers small = (Integers)((Floats)word + 0.5f) - 0x3F000000;
         const Integers large = word > 0x7F800000 ? Integers{} + 0x7E00 : Integers{} + 0x7C00;
         const Integers magnitude = word >= (143 << 23) ? large : word < (113 << 23) ? small : normal;
@@ -107,7 +107,7 @@ struct Float16 {
     static ALWAYS_INLINE Floats rounded(Floats x) { return widen(narrow(x)); }
 };
 
-// Calls `body` with the element of that name.
+// Calls `body` with the element type of that dtype.
 template <class Body>
 ALWAYS_INLINE void with_element(Dtype dtype, Body body) {
     if (dtype == kFloat32) return body(Float32{});
@@ -130,7 +130,7 @@ ALWAYS_INLINE void convert(const typename From::Value* from, typename To::Value*
         int i = 0;
         for (; i + kWidth <= count; i += kWidth) {
             Floats x = From::load(from + i);
-            if constexpr (From::kDtype == kFloat32) x = x == x ? x : broadcast(__builtin_nanf(""));  // of any bits there
+            if constexpr (From::kDtype == kFloat32) x = x == x ? x : broadcast(__builtin_nanf(""));  // one with known bits
             To::store(to + i, x);
         }
         for (; i < count; ++i) to[i] = To::narrow(From::widen(from[i]));

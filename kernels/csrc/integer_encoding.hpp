@@ -1,4 +1,4 @@
-// Weights of bfloat16 taken apart into the integers that integers.hpp multiplies.
+// Encodes weights of bfloat16 as the integers that integers.hpp multiplies.
 #pragma once
 
 #include "integers.hpp"
@@ -14,11 +14,12 @@ struct IntegerEncoding {
 };
 
 #if defined(INTEGERS)
-// The scale of an output: the least power of two with which its integers are no larger than they may be, nor the sum of a
-// group's. 0 where all are zero; negative where rounding would change more than bfloat16 has rounded.
+// The scale of an output: the least power of two for which neither its integers nor their sum over a group are too
+// large. 0 if all values are zero; negative if the scale is outside 1e-30 to 1e30, or rounding would change more than
+// bfloat16 has rounded.
 inline float integer_scale(const uint16_t* values, int num_inputs) {
-    constexpr float kMostSum = (float)(INT32_MAX / kMostLeft - kGroup);  // of a group's integers, each rounded
-    constexpr float kBfloat16Rounds = 1.6e-3f;                           // of a value, in the root mean square
+    constexpr float kMostSum = (float)(INT32_MAX / kMostLeft - kGroup);  // leaves room for rounding each integer
+    constexpr float kBfloat16Rounds = 1.6e-3f;                           // relative to a value, in the root mean square
     float most = 0.0f, most_sum = 0.0f, all = 0.0f;
     for (int group = 0; group < num_inputs; group += kGroup) {
         Floats sum = {}, largest = {};
@@ -36,18 +37,18 @@ inline float integer_scale(const uint16_t* values, int num_inputs) {
     const float bound = most / kMostRight > most_sum / kMostSum ? most / kMostRight : most_sum / kMostSum;
     const float scale = float_of((bits_of(bound) + 0x007FFFFFu) & 0xFF800000u);
     if (!(scale > 1e-30f && scale < 1e30f)) return -1.0f;
-    Floats squares = {};  // of what rounding changes, in scales
+    Floats squares = {};  // of what rounding changes, in units of the scale
     for (int i = 0; i < num_inputs; i += kWidth) {
         const Floats integer = Bfloat16::load(values + i) * (1.0f / scale);
         const Floats change = integer - __builtin_convertvector(nearest_integers(integer), Floats);
         squares += change * change;
     }
-    // The root mean square of values without outliers is 1.25 of their mean size, in which outliers count for less.
+    // The root mean square of values without outliers is 1.25 times their mean size, in which outliers count for less.
     const float allowed = kBfloat16Rounds * 1.25f * all / num_inputs / scale;
     return sum_of(squares) <= allowed * allowed * num_inputs ? scale : -1.0f;
 }
 
-// Sizes and codes of 16 values.
+// The sizes and codes of 16 values.
 struct SizesAndCodes {
     __m128i sizes, codes;
 
@@ -56,7 +57,7 @@ struct SizesAndCodes {
         for (int i = 0; i < kCount; ++i) {
             const Words value = (Words)(Bfloat16::load(from + i * kWidth) * inverse_scale);
             const Words absolute = value & 0x7FFFFFFFu;
-            const Integers beyond = (Integers)(absolute >> 23) - (127 + 7);  // 8 bits
+            const Integers beyond = (Integers)(absolute >> 23) - (127 + 7);  // what exceeds 8 bits
             const Integers power = beyond > 0 ? beyond : Integers{};
             size[i] = (Words)nearest_integers((Floats)absolute) >> (Words)power;
             code[i] = (value >> 31 << 3) + (Words)power + 1u;
@@ -78,7 +79,7 @@ struct SizesAndCodes {
     }
 };
 
-// Writes the outputs `output` and the one a vector behind it, whose places are side by side.
+// Writes output `output` and the one kWidth after it, whose places are side by side.
 inline void write_outputs(const IntegerEncoding& a, IntegerPair* panel, int64_t first, int output) {
     const uint16_t* rows[2];
     float inverse_scales[2];
@@ -93,7 +94,7 @@ inline void write_outputs(const IntegerEncoding& a, IntegerPair* panel, int64_t 
     for (int input = 0; input < a.num_inputs; input += 16) {
         const SizesAndCodes one(rows[0] != nullptr ? rows[0] + input : kZeros, inverse_scales[0]);
         const SizesAndCodes other(rows[1] != nullptr ? rows[1] + input : kZeros, inverse_scales[1]);
-        // Both outputs' values of a unit are 4 bytes then.
+        // Interleaved, both outputs' values of a unit are 4 bytes.
         uint32_t sizes[8], codes[8];
         _mm_storeu_si128((__m128i*)sizes, _mm_unpacklo_epi8(one.sizes, other.sizes));
         _mm_storeu_si128((__m128i*)sizes + 1, _mm_unpackhi_epi8(one.sizes, other.sizes));
@@ -133,8 +134,8 @@ inline void encode_integer_panels(void* data, int) {
 }
 #endif
 
-// False where there are no integers at this level, or the weight is not to be multiplied so; what is written is anything
-// then.
+// Returns false, and leaves anything in its outputs, if this level has no integers or the weight is not to be
+// multiplied by them.
 inline bool encode_integers(const IntegerEncoding& a, const Threads& threads) {
 #if defined(INTEGERS)
     if (!IntegerPanels::fits(a.num_inputs)) return false;

@@ -1,23 +1,24 @@
-// Rows of bfloat16 as the integers of 16 bits that integers.hpp multiplies.
+// Rows of bfloat16 as the 16-bit integers that integers.hpp multiplies.
 //
-// A bfloat16 has 8 significant bits, and an integer of 14 has room for what its neighbours are larger, so one scale serves
-// many, as in block floating point (Wilkinson 1963, "Rounding Errors in Algebraic Processes"): each group of 320 inputs of
-// a row has one, by which its largest value is 8191, and all are rounded to it.
+// A bfloat16 has 8 significant bits, and an integer of 14 bits leaves room for neighbours that are larger, so one scale
+// serves many values, as in block floating point (Wilkinson 1963, "Rounding Errors in Algebraic Processes"): each group
+// of 320 inputs of a row has one, which makes its largest value 8191, and all its values are rounded to integers.
 //
-// Rows that a tile decodes a weight for stand one behind the other. More of them stand in blocks of as many as a tile's.
+// Rows for which each tile decodes the weight are stored one after the other. More rows are stored in blocks of as many
+// rows as a tile has.
 #pragma once
 
 #include "panels.hpp"
 
 namespace {
 
-// Inputs of a group, and what they are multiples of in a row's last one.
+// Inputs of a group; a row's last group may have fewer, a multiple of kLeastGroup.
 constexpr int kGroup = 320, kLeastGroup = 64;
 
 #if defined(__AVX2__) && !defined(TILES)
 #define INTEGERS
 
-// Each lane of a vector has two integers of 16 bits. To its sum both of its products are added.
+// Each lane of a vector has two 16-bit integers. Both of its products are added to its sum.
 ALWAYS_INLINE Words add_products(Words sum, Words a, Words b) {
 #if defined(__AVX512F__)
     return (Words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -26,9 +27,9 @@ ALWAYS_INLINE Words add_products(Words sum, Words a, Words b) {
 #endif
 }
 
-constexpr int kMostLeft = 8191;  // of a row's integers
+constexpr int kMostLeft = 8191;  // the largest of a row's integers
 
-// Rows of these: each group is its integers, and then what they have in common.
+// Rows of integers: each group is its integers, followed by what they have in common.
 struct Grouped {
     using Value = int16_t;
 
@@ -44,8 +45,8 @@ struct Grouped {
         return found;
     }
 
-    // What a group of bfloat16 is multiplied by, and the scale of what comes of it. What is less than 2^-100 counts as zero;
-    // where one value is not finite, none of the group's is.
+    // The factor that turns a group of bfloat16 into integers, and the scale of those. A group whose largest value is
+    // less than 2^-100 counts as zero; if a value is not finite, the scale is NaN, so no result of the group is finite.
     struct Scaling {
         float inverse, scale;
 
@@ -66,14 +67,14 @@ struct Grouped {
         }
     };
 
-    // Two values in each lane, times `inverse`.
+    // The two values in each lane, times `inverse`, rounded to integers.
     static ALWAYS_INLINE Words rounded(Words values, float inverse) {
         const Words first = (Words)nearest_integers((Floats)(values << 16) * inverse);
         const Words second = (Words)nearest_integers((Floats)(values & 0xFFFF0000u) * inverse);
         return (first & 0xFFFFu) | second << 16;
     }
 
-    // Adds each two units' cross products, in both units' lanes; and their sum then.
+    // Adds the cross products of each two neighbouring units, in both units' lanes; `sum_cross` counts them once.
     static ALWAYS_INLINE void add_cross(Words pairs, Words& twice) { twice = add_products(twice, pairs, swapped(pairs)); }
     static ALWAYS_INLINE uint32_t sum_cross(Words twice) {
         const __m256i sums = folded(twice, [](__m256i a, __m256i b) { return _mm256_add_epi32(a, b); });
@@ -90,7 +91,7 @@ struct Grouped {
         return (Words)_mm256_max_epu16((__m256i)a, (__m256i)b);
 #endif
     }
-    // Each two neighbouring lanes change places.
+    // Swaps each two neighbouring lanes.
     static ALWAYS_INLINE Words swapped(Words x) {
 #if defined(__AVX512F__)
         return (Words)_mm512_shuffle_epi32((__m512i)x, (_MM_PERM_ENUM)0xB1);
@@ -98,7 +99,7 @@ struct Grouped {
         return (Words)_mm256_shuffle_epi32((__m256i)x, 0xB1);
 #endif
     }
-    // Both halves of a vector of 512 bits as one of 256.
+    // Combines the two halves of a 512-bit vector into one of 256 bits.
     template <class Combine>
     static ALWAYS_INLINE __m256i folded(Words x, [[maybe_unused]] Combine combine) {
 #if defined(__AVX512F__)
@@ -109,20 +110,20 @@ struct Grouped {
     }
 };
 
-// A row of so many inputs, which are groups: `num_values` integers.
+// The int16 values of a row of `num_inputs` inputs, in groups.
 template <>
 ALWAYS_INLINE int64_t num_values<Grouped>(int num_inputs) {
     return num_inputs + (int64_t)(num_inputs + kGroup - 1) / kGroup * Grouped::kCommonValues;
 }
 
-// Rows that stand in memory side by side, cell by cell: a cell is a row's values of two units, or what a group has in
-// common. Of as many rows as a vector has cells lines are whole, and a tile takes them in one after the other.
+// Rows interleaved in memory, cell by cell: a cell is a row's values of two units, or what a group has in common. With
+// as many rows as a vector has cells, cache lines are used whole, and a tile reads them one after the other.
 template <int kRows>
 struct RowBlock {
     static constexpr int kCellValues = 4, kStep = kRows * kCellValues;  // the latter from a row's cell to its next one
     static_assert(Grouped::kCommonValues == kCellValues, "what a group has in common is a cell");
 
-    // From up to `kRows` rows; where they are fewer, the last one stands for those that lack.
+    // Converts up to `kRows` rows; if there are fewer, the last one is repeated.
     static ALWAYS_INLINE void store(int16_t* to, const uint16_t* from, int64_t stride, int num_rows, int num_inputs) {
         const uint16_t* rows[kRows];
         for (int row = 0; row < kRows; ++row) rows[row] = from + least(row, num_rows - 1) * stride;
@@ -152,7 +153,7 @@ struct RowBlock {
   private:
     typedef uint64_t Cells __attribute__((vector_size(4 * kWidth)));
 
-    // Rows and columns of a square change places: two of its quarters, and so within each quarter.
+    // Transposes a square of cells: swaps two of its quarters, then does the same within each quarter.
     template <int kHalf>
     static ALWAYS_INLINE void turn(Words (&cells)[kRows]) {
 #pragma GCC unroll 8
@@ -175,17 +176,17 @@ struct RowBlock {
     }
 };
 
-// The most rows with which a tile decodes a weight for itself, and the most of a block.
+// The most rows for which each tile decodes the weight itself, and the most rows of a block.
 constexpr int kDecodingRows = kVectorRows, kPartRows = kWidth / 2;
 static_assert(kPartRows <= kDecodingRows, "fewer rows than a tile's are not put together");
 
-// The blocks of rows that are two blocks at least, each as many as a tile's. The last two share theirs evenly: a tile of
-// few rows waits for the weight to be loaded, and for its own sums.
+// The blocks of rows, at least two, each with as many rows as a tile has. The last two share their rows evenly: a tile
+// of few rows would wait for the loads of the weight, and for its own sums.
 struct PartBlocks {
     static constexpr int kFewestRows = kPartRows / 2;
     int num_rows, count = (num_rows + kPartRows - 1) / kPartRows;
 
-    // The first row of a block, and what is behind the one before.
+    // The first row of a block, which is also the end of the block before.
     ALWAYS_INLINE int first(int block) const {
         if (block < count - 1) return block * kPartRows;
         return block == count ? num_rows : (num_rows + (count - 2) * kPartRows + 1) / 2;

@@ -1,27 +1,27 @@
-// Products of bfloat16 by integers of 16 bits: two multiplications in each lane at once, and since two integers are added
-// without error, as few as half of them are needed (`add_crossed`). Where there is AVX2 alone that makes twice as many
-// products a second as in float32, and where there is AVX-512 two fifths more than its dot products of bfloat16. Tile
-// registers have more of these still.
+// Products of bfloat16 by 16-bit integers: each lane does two multiplications at once, and since two integers are added
+// without error, as few as half of the multiplications are needed (`add_crossed`). With AVX2 alone that makes twice as
+// many products a second as in float32, and with AVX-512 two fifths more than its dot products of bfloat16. Tile
+// registers make even more of these.
 //
-// Of a row each group of inputs has a scale (integer_rows.hpp). Of a weight each output has one, a power of two as small as
-// the sums allow: those of a group are exact in 32 bits, whatever the row. There only values are rounded that are less than
-// a 128th of the largest one that the scale has room for. Both is much less than bfloat16 has rounded before
-// (docs/measurements.md); where it would be as much in one output, a weight is multiplied as it is.
+// In a row each group of inputs has a scale (integer_rows.hpp). In a weight each output has one, a power of two as
+// small as the sums allow: those of a group are exact in 32 bits, whatever the row. In the weight, rounding changes
+// only values below a 128th of the largest that the scale has room for. Both roundings are much less than bfloat16 has
+// rounded before (docs/measurements.md); if they would be as much in one output, the weight is multiplied as it is.
 //
-// A weight's integer is one of 8 bits times a power of two, and so it takes 12 bits in memory, as in coded.hpp.
+// A weight's integer is 8 bits times a power of two, and so it takes 12 bits in memory, as in coded.hpp.
 #pragma once
 
 #include "integer_rows.hpp"
 
 namespace {
 
-// Two units of a panel, of 32 outputs by 2 inputs each. A value's size is multiplied by what its code stands for: code 0
-// for 0, 1 to 7 for the powers of two from 1 to 64, and 9 to 15 for the same with a minus sign.
+// Two units of a panel, of 32 outputs by 2 inputs each. A value is its size times what its code stands for: code 0
+// stands for 0, 1 to 7 for the powers of two from 1 to 64, and 9 to 15 for the same with a minus sign.
 struct IntegerPair {
     uint8_t sizes[2][2 * kPanel];
     uint8_t codes[2 * kPanel];  // lower half: of the first unit's value at the same place; upper half: of the second's
 
-    // Of a vector of bytes the even ones become one vector of words, and the odd ones the next.
+    // The even bytes of a vector become one vector of words, and the odd bytes the next.
     static constexpr int place(int output) {
         return output / (2 * kWidth) * (4 * kWidth) + output % kWidth * 4 + output / kWidth % 2;
     }
@@ -32,7 +32,7 @@ static_assert(sizeof(IntegerPair) == 192, "kernels/cpu_linear.py counts on it");
 inline int64_t integer_panel_bytes(int num_inputs) { return num_inputs / 4 * (int64_t)sizeof(IntegerPair); }
 
 #if defined(INTEGERS)
-constexpr int kMostRight = 255 << 6;  // of a weight's integers
+constexpr int kMostRight = 255 << 6;  // the largest of a weight's integers
 
 struct InIntegers {
     using Left = Grouped;
@@ -41,8 +41,9 @@ struct InIntegers {
 };
 
 constexpr int kGroupUnits = kGroup / InIntegers::kPerUnit;
-// The most rows with which memory decides, so that no two products are made one. For more rows than `kDecodingRows` units
-// are decoded into memory: the most that are there at once, and those between which memory is asked for then.
+// kMostPlainRows: the most rows for which memory is the bottleneck, so that products are not merged in pairs. For more
+// rows than `kDecodingRows`, units are decoded into memory, at most kMostPartUnits at once, and memory is prefetched
+// every kStepUnits units.
 #if defined(__AVX512F__)
 constexpr int kMostPlainRows = 4, kMostPartUnits = kGroupUnits, kStepUnits = 4;
 #else
@@ -55,7 +56,7 @@ struct IntegerUnits {
     static constexpr int kUnits = 2;
     const IntegerPair* pairs;
 
-    // The two units that `unit` begins.
+    // Decodes `unit` and the one after it.
     template <int kVectors>
     ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) const {
         const IntegerPair& from = pairs[unit / kUnits];
@@ -66,14 +67,14 @@ struct IntegerUnits {
                 const Words sizes = load_words((const Words*)from.sizes[i] + tile + half);
                 const Words codes = load_words((const Words*)from.codes + tile + half);
                 const Words own_codes = i == 0 ? codes : codes >> 4;
-                // Each product is of two neighbours, of which one is not to count: its code is that of 0.
+                // Each product takes in two neighbours, one of which must not count: its code is that of 0.
                 words[i][2 * half] = multiplied(sizes, own_codes & 0x000F000Fu);
                 words[i][2 * half + 1] = multiplied(sizes, own_codes & 0x0F000F00u);
             }
     }
 
   private:
-    // Each two bytes by what their codes stand for, added.
+    // Multiplies each byte by what its code stands for, and adds the two products of each pair of bytes.
     static ALWAYS_INLINE Words multiplied(Words sizes, Words codes) {
         const __m128i factors = _mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64);
 #if defined(__AVX512F__)
@@ -86,7 +87,7 @@ struct IntegerUnits {
     }
 };
 
-// Such a panel of int8, [inputs][32].
+// The same for a panel of int8, [inputs][32].
 struct Int8Units {
     static constexpr int kUnits = 2;
     const int8_t* values;
@@ -94,7 +95,7 @@ struct Int8Units {
     // As above.
     template <int kVectors>
     ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) const {
-        constexpr int kOutputs = 16;  // that 16 bytes are of
+        constexpr int kOutputs = 16;  // in 16 bytes
 #pragma GCC unroll 2
         for (int i = 0; i < kUnits; ++i)
 #pragma GCC unroll 2
@@ -124,7 +125,7 @@ ALWAYS_INLINE Words broadcast_pair(const int16_t* from) {
     return Words{} + both;
 }
 
-// Calls `body` with each `kStep`th unit up to `end`, while memory is asked for.
+// Calls `body` with every `kStep`th unit up to `end`, prefetching on the way.
 template <int kStep, class Body>
 ALWAYS_INLINE void walk(Pace& pace, int& unit, int end, Body body) {
     while (unit < end) {
@@ -137,8 +138,8 @@ ALWAYS_INLINE void walk(Pace& pace, int& unit, int end, Body body) {
     }
 }
 
-// As `add_products`, and the compiler is not to multiply what comes next before it has added: that would take more
-// registers than there are.
+// Like `add_products`, but the compiler must not start the next multiplication before this addition: that would take
+// more registers than there are.
 ALWAYS_INLINE Words add_at_once(Words sum, Words a, Words b) {
     sum = add_products(sum, a, b);
     asm("" : "+v"(sum));
@@ -159,10 +160,10 @@ ALWAYS_INLINE void add_unit(
     }
 }
 
-// Whether two products of a row with a vector of a tile's outputs are made one, see `add_crossed`. Where the instruction
-// that multiplies adds too, a core's two units for products would be done with them before the other two are with the
-// additions. So one of three has all of its products: then it is 4 products and 4 additions for the three. CPUs with such
-// an instruction and none for bfloat16 are Intel's, where the same two units do both: there all have all.
+// Whether two products of a row with a vector of a tile's outputs are merged into one, see `add_crossed`. If the
+// multiply instruction adds too, a core's two units for products would be done before its other two are done with the
+// additions. So one sum in three keeps both of its products: that makes 4 products and 4 additions for the three. CPUs
+// with such an instruction and none for bfloat16 are Intel's, where the same two units do both: these merge none.
 constexpr bool is_crossed([[maybe_unused]] int row, [[maybe_unused]] int vector) {
 #if defined(__AVX512BF16__)
     return (2 * row + vector) % 3 != 2;
@@ -173,14 +174,14 @@ constexpr bool is_crossed([[maybe_unused]] int row, [[maybe_unused]] int vector)
 #endif
 }
 
-// Adds the products of two units, each two pairs' as one product where `is_crossed`. With a and b of a row, in one unit and
-// the next, and v and w of the weight there,
+// Adds the products of two units, merging those of two pairs into one where `is_crossed`. With a and b of a row, in one
+// unit and the next, and v and w of the weight in the same units,
 //
 //     a v + b w = (a + w)(b + v) - a b - v w
 //
-// is one product instead of two (Winograd 1968, "A New Algorithm for Inner Product"), where sums of a b over a group are
-// the row's, and those of v w the weight's. Additions are more by as many, but a core has twice as many units for them.
-// What is too large for 32 bits on the way is so by multiples of 2^32, and the group's sum is not.
+// is one product instead of two (Winograd 1968, "A New Algorithm for Inner Product"): the sum of a b over a group
+// depends on the row alone, and that of v w on the weight alone. Each product saved costs an addition, but a core has
+// twice as many units for those. Sums may overflow 32 bits on the way, by multiples of 2^32; a group's final sum fits.
 template <int kRows, int kVectors>
 ALWAYS_INLINE void add_crossed(
     const Words (&weights)[2][kVectors], const int16_t* x, int64_t x_stride, Words (&sums)[kRows][kVectors]
@@ -201,7 +202,7 @@ ALWAYS_INLINE void add_crossed(
     }
 }
 
-// The weight's own products of two units.
+// Adds the weight's own products of two units.
 template <int kVectors>
 ALWAYS_INLINE void add_cross(const Words (&weights)[2][kVectors], Words (&cross)[kVectors]) {
 #pragma GCC unroll 2
@@ -209,7 +210,7 @@ ALWAYS_INLINE void add_cross(const Words (&weights)[2][kVectors], Words (&cross)
         cross[vector] = add_products(cross[vector], weights[0][vector], weights[1][vector]);
 }
 
-// Takes from a group's sums what crossed ones are too large by, the row's own products and the weight's.
+// Subtracts the excess from a group's crossed sums: the row's own products and the weight's.
 template <int kRows, int kVectors>
 ALWAYS_INLINE void take_cross(
     const Words (&cross)[kVectors], const int16_t* behind, int64_t x_stride, Words (&sums)[kRows][kVectors]
@@ -221,14 +222,14 @@ ALWAYS_INLINE void take_cross(
             if (is_crossed(row, vector)) sums[row][vector] -= cross[vector] + Grouped::common(behind + row * x_stride).cross;
 }
 
-// Some of a panel's units, decoded: those of a tile's outputs.
+// Some of a panel's units, decoded for a tile's outputs.
 struct DecodedPart {
     static constexpr int kVectors = 2;
-    // As many as stay in the first cache while all rows go past them, and some of these rows too. A panel of more is
+    // As many units as stay in the L1 cache, with some of the rows, while all rows go past them. A panel with more is
     // worked on in parts of whole groups.
     static constexpr int kWholeGroups = kMostPartUnits / kGroupUnits * kGroupUnits;
-    Words pairs[kMostPartUnits / 2][2][kVectors];             // of units
-    Words cross[kMostPartUnits / kGroupUnits + 1][kVectors];  // of each group, see `add_crossed`
+    Words pairs[kMostPartUnits / 2][2][kVectors];             // pairs of units
+    Words cross[kMostPartUnits / kGroupUnits + 1][kVectors];  // one per group, see `add_crossed`
 
     template <class Source>
     ALWAYS_INLINE void fill(Source& source, int first, int count, int tile) {
@@ -244,7 +245,7 @@ struct DecodedPart {
     }
 };
 
-// Adds a group's sums to the results of a tile, or begins them.
+// Adds a group's sums to the results of a tile, or starts them with these.
 template <int kRows, int kVectors>
 ALWAYS_INLINE void add_group(
     const Words (&sums)[kRows][kVectors], const int16_t* behind, int64_t x_stride, int tile, bool is_first,
@@ -263,7 +264,7 @@ ALWAYS_INLINE void add_group(
     }
 }
 
-// Adds the products of a part with some rows to the results of a tile, or begins them.
+// Adds the products of a part with some rows to the results of a tile, or starts them with these.
 template <int kRows>
 ALWAYS_INLINE void multiply_part(
     const int16_t* x, const DecodedPart& part, int num_units, int tile, bool is_first, Pace& pace, float (*results)[kPanel]
@@ -284,8 +285,8 @@ ALWAYS_INLINE void multiply_part(
     }
 }
 
-// Adds the products of all units of a panel with few rows, decoded by each tile for its outputs. There memory may decide,
-// and to ask for more than a few lines at once would hold up what is needed now.
+// Computes the products of all units of a panel with few rows; each tile decodes its own outputs. Memory may be the
+// bottleneck here, and prefetching more than a few lines at once would hold up what is needed now.
 template <int kRows, int kVectors, class Source>
 ALWAYS_INLINE void multiply_decoding(
     const int16_t* x, int64_t x_stride, Source& source, int num_units, int tile, Pace& pace, float (*results)[kPanel]
@@ -315,7 +316,7 @@ struct IntegerPanels {
     using Product = InIntegers;
     static constexpr int kRows = kConvertedRows, kTileRows = kPartRows;
     static constexpr bool kDecodes = true;
-    static constexpr int kMostDecodingRows = kRows;  // `multiply` decodes, whatever the rows
+    static constexpr int kMostDecodingRows = kRows;  // `multiply` decodes, however many rows there are
     using Int8Source = Int8Units;
 
     static bool fits(int num_inputs) { return num_inputs > 0 && num_inputs % kLeastGroup == 0; }
@@ -340,7 +341,7 @@ struct IntegerPanels {
   private:
     DecodedPart part_;
 
-    // One part after the other, each for all rows.
+    // Works on one part after the other, each with all rows.
     template <class Source>
     ALWAYS_INLINE void multiply_parts(
         int num_rows, const int16_t* x, Source& source, int num_units, Ahead& ahead, float (*results)[kPanel]

@@ -1,7 +1,7 @@
 // The kernels' C interface at one instruction-set level. Compiled once for each level, with LEVEL its name and the
 // level's -m flags; every function's name ends in the level, such as paged_attention_avx512_bf16. Tensors are pointers
-// and a dtype, strides count values; what each operation means is said in kernels/reference.py, whose checks the Python
-// wrapper (kernels/cpu.py) makes. See vector.hpp for why no C++ header is included here.
+// and a dtype, strides count values; kernels/reference.py says what each operation means, and the Python wrapper
+// (kernels/cpu.py) makes its checks. See vector.hpp for why no C++ header is included here.
 #include "attention.hpp"
 #include "cache.hpp"
 #include "decoder.hpp"
@@ -85,7 +85,7 @@ EXPORT(int, linear)(
     );
 }
 
-// By its screen, where there is one.
+// Uses the weight's screen if there is one.
 EXPORT(int, score_outputs)(
     Dtype dtype, const void* x, int64_t x_stride, Form form, const void* weight, const float* scales,
     const Exception* exceptions, const void* bias, char* screen, float* norms, float* normalizers,

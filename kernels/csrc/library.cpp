@@ -1,4 +1,4 @@
-// What the library says of itself, and what this CPU can do.
+// What the library says about itself, what this CPU can do, and the pinning of threads.
 #if defined(__linux__)
 #include <sched.h>
 #include <sys/syscall.h>
@@ -11,12 +11,12 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// The digest of the sources that this was built from; the loader refuses a library that is older than they are.
+// The digest of the sources that this was built from; the loader refuses a library that was built from others.
 EXPORT const char* source_digest() { return SOURCE_DIGEST; }
 
 #if defined(__x86_64__) && defined(__linux__)
-// Whether this process may use the tile registers for bfloat16: the CPU has them, the system saves them, and gives leave
-// when asked. It asks in the name of all threads, since a thread that has leave needs more room on its signal stack.
+// Whether this process may use the tile registers for bfloat16: the CPU has them, and the system saves them and grants
+// permission when asked. That is asked for all threads, since a thread with permission needs a larger signal stack.
 static bool may_use_tiles() {
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & bit_OSXSAVE) == 0) return false;
@@ -33,12 +33,12 @@ static bool may_use_tiles() {
 static bool may_use_tiles() { return false; }
 #endif
 
-// The best level that this CPU runs; it runs every level that stands before it in kernels/build.py as well.
+// The best level that this CPU runs; it also runs every level that comes before it in kernels/build.py.
 EXPORT const char* best_level() {
 #if defined(__x86_64__)
-    __builtin_cpu_init();  // asks the operating system as well whether it saves the wide registers
+    __builtin_cpu_init();  // also asks the operating system whether it saves the wide registers
     unsigned a, b, c, d;
-    const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;  // clang's builtin does not know its name
+    const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;  // clang's builtin does not know "f16c"
     const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
@@ -72,7 +72,7 @@ void pin(void* data, int thread) {
 
 }  // namespace
 
-// Binds each thread of a region to a CPU of its own; gives how many could not be bound.
+// Binds each thread of a region to a CPU of its own; returns how many could not be bound.
 EXPORT int pin_threads(const int* cpus, int num_threads, ParallelRegion region) {
     Pins pins = {cpus, num_threads, 0};
     run_on({region, num_threads}, true, pin, &pins);

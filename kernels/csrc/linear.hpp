@@ -1,13 +1,13 @@
 // Linear layers: y = x W^T + b for a batch of tokens, on weights that were packed once.
 //
-// The weight stands in panels of 32 outputs, and a panel stays in the cache while rows of x go past it: all of them, or,
-// where they are converted to be multiplied, as many as stay in the cache too. At small batches memory decides, so a
-// thread that works on one panel asks for the one that it will probably get next.
+// The weight is packed in panels of 32 outputs, and a panel stays in the cache while rows of x go past it: all of them,
+// or, if they are converted before they are multiplied, as many as stay in the cache too. At small batches memory is
+// the bottleneck, so a thread that works on one panel prefetches the one that it will probably get next.
 //
-// Of a quantized weight each value is an int8, [inputs][32] in each panel, and each output has a scale. An int8 is a
-// number of every other kind too: the sum runs over the integers themselves, and is multiplied by the scale once.
-// A weight of bfloat16 may be coded (coded.hpp): its panels are shorter, and its values the same. Or it may be of integers
-// (integers.hpp): its panels are as short, and many rows take less time.
+// In a quantized weight each value is an int8, [inputs][32] in each panel, and each output has a scale. Every other
+// dtype holds an int8 exactly: the sum runs over the integers themselves, and is multiplied by the scale once.
+// A bfloat16 weight may be coded (coded.hpp): its panels are shorter, and its values the same. Or it may be held as
+// integers (integers.hpp): its panels are as short, and many rows take less time.
 //
 // An output is one sum, made in one order (panels.hpp): neither the batch nor the threads change a bit of it.
 #pragma once
@@ -21,8 +21,8 @@
 
 namespace {
 
-// How a weight stands in memory, as kernels/cpu_linear.py numbers it: in the units that are multiplied, [panels][units][32];
-// in int8, [panels][num_inputs][32]; or in panels of what units are made of (coded.hpp, integers.hpp).
+// A weight's layout in memory, as kernels/cpu_linear.py numbers it: in the units that are multiplied,
+// [panels][units][32]; in int8, [panels][num_inputs][32]; or encoded (coded.hpp, integers.hpp).
 enum class Form : int { kPlain, kInt8, kCoded, kIntegers };
 
 struct Linear {
@@ -31,18 +31,18 @@ struct Linear {
     int64_t x_stride;
     Form form;            // of the weight
     const void* weight;   // its panels
-    const float* scales;  // of each output, filled up to whole panels, where it is int8 or integers; else null
-    const Exception* exceptions;  // where it is coded; else null
-    const void* bias;     // of each output, or null
-    void* out;            // [num_rows][num_outputs], or half as many where gated; rows out_stride values apart
+    const float* scales;  // one per output, padded to whole panels, if it is int8 or integers; else null
+    const Exception* exceptions;  // if it is coded; else null
+    const void* bias;     // one per output, or null
+    void* out;            // [num_rows][num_outputs], or [num_outputs / 2] if gated; rows out_stride values apart
     int64_t out_stride;
     int num_rows, num_outputs, num_inputs;
-    bool gated;    // a panel is 16 gates and the 16 values that they are for; what comes out is silu(gate) * value
+    bool gated;    // a panel is 16 gates and the 16 values that they gate; the result is silu(gate) * value
     bool widened;  // out is float32, and the sums are not rounded
-    // What attention reads next, and how much of it is asked for with each panel; or null.
+    // What attention reads next, or null; and how many bytes of it are prefetched with each panel.
     ContextAhead* context;
     int64_t context_bytes;
-    // Where the outputs are logits of which no more is asked for than these: they themselves come nowhere; else null.
+    // The scores, if the outputs are logits of which nothing else is wanted: they are not stored then. Else null.
     const PanelScores* scores;
 
     int num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
@@ -56,28 +56,28 @@ struct Linear {
     }
 };
 
-// Shared out in items: a panel for a chunk of rows. All panels come for the first chunk, then all for the next.
+// Shared out in items, each one panel with one chunk of rows: all panels with the first chunk, then all with the next.
 struct LinearJob {
     Linear a;
     Work work;
-    int chunk_rows;  // of each chunk but the last
+    int chunk_rows;  // rows of each chunk but the last
     Shares items;
     bool out_of_memory;
-    const LinearJob* following;  // whose first panels are asked for while the last ones of this weight are worked on; or null
+    const LinearJob* following;  // or null; its first panels are prefetched during the last ones of this job
 
     // The panel of an item.
     Span panel(int64_t item) const {
         const int64_t bytes = a.panel_bytes();
         return {static_cast<const char*>(a.weight) + item % a.num_panels() * bytes, bytes};
     }
-    // What a thread will begin the following job with.
+    // The panel that a thread will begin the following job with.
     Span expect_following(int thread) const {
         if (following == nullptr) return {};
         return following->panel(following->items.shares[following->items.of(thread)].left.next);
     }
 };
 
-// From the sums of some rows over a panel to its outputs.
+// The epilogue: turns the sums of some rows over a panel into outputs.
 template <class Element>
 ALWAYS_INLINE void finish_rows(const Linear& a, int64_t first_row, int num_rows, int64_t panel, float (*sums)[kPanel]) {
     using Value = typename Element::Value;
@@ -91,7 +91,7 @@ ALWAYS_INLINE void finish_rows(const Linear& a, int64_t first_row, int num_rows,
         const Floats scale = load_floats(a.scales + first + i);
         return a.bias != nullptr ? multiply_add(x, scale, load_floats(bias + i)) : x * scale;
     };
-    // As values of that kind, to where they belong.
+    // Stores them as values of that kind, at their places in `out`.
     const auto put = [&](auto out_element) __attribute__((always_inline)) {
         using Out = decltype(out_element);
         auto* out = static_cast<typename Out::Value*>(a.out) + first_row * a.out_stride + first;
@@ -128,7 +128,7 @@ ALWAYS_INLINE void finish_rows(const Linear& a, int64_t first_row, int num_rows,
     }
 }
 
-// Rows as they are multiplied.
+// Rows in the form in which they are multiplied.
 template <class Value>
 struct Rows {
     const Value* x;
@@ -139,8 +139,8 @@ struct Rows {
 template <class Left, class Element>
 constexpr bool converts = !kIsSame<Left, Element>;
 
-// The rows of x in chunks. Those of another kind than the one to multiply are converted, a chunk at a time, by each thread
-// once for all of its panels.
+// The rows of x in chunks. If they are of another kind than is multiplied, each thread converts them, a chunk at a
+// time, once for all of its panels.
 template <class Element, class Left>
 class RowChunks {
   public:
@@ -150,7 +150,7 @@ class RowChunks {
 
     int64_t bytes() const { return kConverts ? whole_lines((int64_t)sizeof(Value) * size_ * stride()) : 0; }
 
-    // Those of one chunk; in `memory`, if they are converted, where the last ones that were asked for may stand already.
+    // The rows of one chunk; if converted, in `memory`, where they are reused if the same chunk was asked for last.
     const Rows<Value>& rows(int64_t chunk, Value* memory) {
         const int first = (int)chunk * size_, count = least(size_, a_.num_rows - first);
         if (rows_.count > 0 && rows_.first == first) return rows_;
@@ -174,7 +174,7 @@ class RowChunks {
     Rows<Value> rows_ = {};
 };
 
-// All these rows with one panel, while `next` is asked for. Calls `take_next` when only the last outputs are to be written.
+// Multiplies all these rows with one panel and prefetches `next`. Calls `take_next` before it writes the last outputs.
 template <class Panels, class Element, class Panel, class TakeNext>
 ALWAYS_INLINE void run_panel(
     const Linear& a, Panels& panels, int64_t number, Panel panel,
@@ -182,7 +182,7 @@ ALWAYS_INLINE void run_panel(
 ) {
     const int num_units = a.num_inputs / Panels::Product::kPerUnit;
     const int num_blocks = (rows.count + Panels::kRows - 1) / Panels::kRows;
-    const int64_t next_bytes = whole_lines(next.bytes / num_blocks);  // with each block of rows
+    const int64_t next_bytes = whole_lines(next.bytes / num_blocks);  // per block of rows
     const int64_t context_bytes = a.context_bytes * rows.count / a.num_rows / num_blocks;
     float results[Panels::kRows][kPanel] __attribute__((aligned(64)));
     for (int row = 0; row < rows.count; row += Panels::kRows, next.at += next_bytes) {
@@ -202,10 +202,10 @@ void run_panels(void* data, int thread) {
     const int num_units = a.num_inputs / Product::kPerUnit;
     const int64_t num_panels = a.num_panels();
     RowChunks<Element, typename Product::Left> chunks(a, job.chunk_rows);
-    // For more rows than these a panel is decoded once, into memory.
+    // For more rows than this a panel is decoded once, into memory.
     constexpr int kMostDecoding = kForm == Form::kInt8 ? Panels::kRows : Panels::kMostDecodingRows;
     constexpr bool kStoresPanel = kForm != Form::kPlain && kMostDecoding < kConvertedRows;
-    // Rows, and such a panel.
+    // Memory for converted rows, and for such a panel.
     using Value = typename Product::Left::Value;
     const int64_t panel_values = kStoresPanel ? (int64_t)num_units * kPanel : 0;
     char* memory = static_cast<char*>(aligned_alloc(64, chunks.bytes() + sizeof(uint32_t) * panel_values + 64));
@@ -218,7 +218,7 @@ void run_panels(void* data, int thread) {
     Panels panels;
     Ahead ahead(a.context, thread);
     Taker items(job.items, thread);
-    // An atomic operation waits for all that was written before, so the next panel is taken before outputs are.
+    // An atomic operation waits for all earlier stores, so the next panel is taken before the last outputs are written.
     for (bool has_item = items.take(1); has_item;) {
         const auto take_next = [&] { has_item = items.take(1); };
         const int64_t number = items.first % num_panels;
@@ -260,7 +260,7 @@ void run_panels(void* data, int thread) {
 
 struct LinearKernel {
     Work work;
-    bool converts;  // rows
+    bool converts;  // whether it converts rows
     int tile_rows;
 };
 
@@ -299,20 +299,20 @@ LinearKernel choose_kernel(const Linear& a) {
 #endif
 }
 
-// Chunks are about equal. Where a panel's outputs are half a cache line of a row's, shares are of whole pairs, so that
-// two threads hardly write to the same line.
+// Chunks are about equal. If a panel's outputs fill only half a cache line of a row, shares are whole pairs of panels,
+// so that two threads hardly ever write to the same line.
 LinearJob make_job(const Linear& a, int num_threads) {
     const LinearKernel kernel = choose_kernel(a);
     const int num_chunks = kernel.converts ? (a.num_rows + kConvertedRows - 1) / kConvertedRows : 1;
     const int rows_each = num_chunks > 1 ? (a.num_rows + num_chunks - 1) / num_chunks : a.num_rows;
-    // Fewer rows than a tile's stand by themselves, and ask for memory of their own size.
+    // Fewer rows than a tile has make a chunk of their own size, and take no more memory than that.
     const int chunk_rows = rows_each < kernel.tile_rows ? rows_each : round_up(rows_each, kernel.tile_rows);
     const int unit = a.gated && size_of(a.dtype) == 2 ? 2 : 1;
     const int64_t num_items = (int64_t)a.num_panels() * num_chunks;
     return {a, kernel.work, chunk_rows, Shares::evenly(num_items, num_threads, unit), false, nullptr};
 }
 
-// Gives -1, or -2 without memory.
+// Returns -1, or -2 if out of memory.
 int linear(const Linear& a, const Threads& threads) {
     if (a.num_rows == 0) return -1;
     LinearJob job = make_job(a, threads.num_threads);
@@ -320,7 +320,7 @@ int linear(const Linear& a, const Threads& threads) {
     return job.out_of_memory ? -2 : -1;
 }
 
-// The scores of what would be the outputs. Gives the same.
+// Writes the scores of the outputs, which are not stored themselves. Returns as `linear` does.
 int score_outputs(Linear a, const RowScores& scores, const Threads& threads) {
     const PanelScores panels = PanelScores::make(a.num_rows, a.num_outputs);
     a.scores = &panels;

@@ -1,8 +1,8 @@
-// What processes of one host make of what each of them has, through memory that they share.
+// Sums and gathers over the processes of one host, through memory that they share.
 //
-// Each has two sides to put things on, and takes them in turns. It puts, says that it has, waits until all have said so,
-// and takes. Whoever is at its next but one meeting has seen all others come to the next one, so they are done with
-// what stands on that side: nobody has to say that it has taken.
+// Each process has two sides to put its data on, and uses them alternately. It puts its data, says so, waits until all
+// have said so, and reads. A process at its next meeting but one has seen all others come to the next one, so they are
+// done with what is on that side: they need not say that they have read it.
 #pragma once
 
 #include <sched.h>
@@ -13,11 +13,11 @@
 namespace {
 
 struct Meeting {
-    char* memory;      // of all: a cache line with its turn for each process, then the sides of each
+    char* memory;      // shared by all: for each process a cache line with its turn, then each one's two sides
     int64_t room;      // bytes of a side
     int rank, size;    // this process, and how many there are
-    uint64_t* turn;    // of this process: meetings that it has been to
-    double timeout_s;  // for the others to come
+    uint64_t* turn;    // of this process: the number of meetings that it has come to
+    double timeout_s;  // how long the others may take to come
 
     uint64_t* turn_of(int process) const { return reinterpret_cast<uint64_t*>(memory + 64 * process); }
     char* side(int process, uint64_t at) const { return memory + 64 * size + (2 * process + (at & 1)) * room; }
@@ -29,7 +29,7 @@ inline double now_s() {
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-// Looks for a while, which a process that computes on a core of its own takes; then lets others have the core.
+// Spins for a while, as long as a process with a core of its own may take to come; then yields the core to others.
 inline bool wait_for(const uint64_t* turn, uint64_t at, double timeout_s) {
     constexpr int kLooks = 4000, kYields = 256;
     for (int look = 0; look < kLooks; ++look) {
@@ -48,7 +48,7 @@ inline bool wait_for(const uint64_t* turn, uint64_t at, double timeout_s) {
     return false;
 }
 
-// Puts this process's things by put(side), and returns when those of all are there: -1, or else who did not come.
+// Puts this process's data by put(side), and waits for all others. Returns -1, or the rank of one that did not come.
 template <class Put>
 ALWAYS_INLINE int meet(const Meeting& m, Put put) {
     const uint64_t at = ++*m.turn;
@@ -59,7 +59,7 @@ ALWAYS_INLINE int meet(const Meeting& m, Put put) {
     return -1;
 }
 
-// The sum of each value over the processes, in their order whoever asks, so that all of them get the same.
+// Sums each value over the processes, in the order of their ranks in every process, so that all of them get the same.
 template <class Element, class Value = typename Element::Value>
 ALWAYS_INLINE int sum_shares(const Meeting& m, Value* x, int64_t count) {
     const int64_t most = m.room / (int64_t)sizeof(Value);
@@ -84,7 +84,7 @@ ALWAYS_INLINE int sum_shares(const Meeting& m, Value* x, int64_t count) {
     return -1;
 }
 
-// Rows side by side: of each process, num_rows rows of row_bytes[process] bytes, which fit a side one by one.
+// Puts rows side by side: from each process, num_rows rows of row_bytes[process] bytes. A single row fits on a side.
 inline int gather_shares(const Meeting& m, const char* x, char* out, int64_t num_rows, const int64_t* row_bytes) {
     int64_t longest = 1, out_bytes = 0;
     for (int process = 0; process < m.size; ++process) {

@@ -8,7 +8,7 @@
 // in units of two neighbouring bfloat16, or of one other value. An element's sum is made in one order, whatever the
 // tile: how rows and columns are shared out among tiles changes no bit of the result.
 //
-// Memory is asked for ahead: each step of a sum prefetches a line of the block that will be needed some blocks later.
+// Memory is prefetched: each step of a sum asks for a line of the block that will be needed some blocks later.
 #pragma once
 
 #include "product.hpp"
@@ -19,20 +19,20 @@ namespace {
 template <class Unit>
 struct Chunk {
     const Unit* units;  // of its first column
-    const Unit* ahead;  // as much memory, needed soon
+    const Unit* ahead;  // the same amount of memory, needed soon
     int column;         // where its scores go
-    int lanes;          // its columns, at most Product::kChunk
+    int lanes;          // the number of its columns, at most Product::kChunk
 };
 
 // The V blocks of one head that a product runs over.
 template <class Unit>
 struct ValueBlocks {
     const Unit* const* units;  // of each block
-    const Unit* const* ahead;  // as much memory as each block, needed soon
+    const Unit* const* ahead;  // the same amount of memory for each block, needed soon
     int num_blocks;
     int units_per_block;
-    int num_units;  // of tokens, in all blocks together; what is behind them is not read
-    bool half;      // whether the last of them holds only one token
+    int num_units;  // along the tokens, in all blocks together; nothing past them is read
+    bool half;      // whether the last unit holds only one token
     int head_dim;
 };
 
@@ -148,7 +148,7 @@ ALWAYS_INLINE void value_rows(
     }
 }
 
-// Calls `tile` with the number of rows that are taken at once, as a type, and with the first of them.
+// Calls `tile` with the number of rows to take at once, as a type, and with the first of them.
 template <int kMost, class Tile>
 ALWAYS_INLINE void take_rows(int num_rows, Tile tile) {
     int row = 0;

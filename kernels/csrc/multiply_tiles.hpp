@@ -1,8 +1,8 @@
-// The two products of attention in bfloat16 by tile registers (Intel AMX), for the blocks' layouts of multiply.hpp,
-// which are those that the right side of TDPBF16PS is to have: rows of 16 pairs.
+// The two products of attention in bfloat16 by tile registers (Intel AMX), on the blocks' layouts of multiply.hpp,
+// which are what TDPBF16PS expects of its right side: rows of 16 pairs.
 //
-// Four registers hold the sums of 16 rows by 64 columns. An element's sum is made in one order here too, but in another
-// one than by vectors, so decodes and prompts alike come here: what a query gets must not depend on its neighbours.
+// Four registers hold the sums of 16 rows by 64 columns. An element's sum is made in one order here too, but another
+// than by vectors, so decodes and prompts alike come here: a query's result must not depend on its neighbours.
 #pragma once
 
 #include "multiply.hpp"
@@ -22,9 +22,9 @@ struct InTiles {
     alignas(64) float last_sums[16][64];
 
     static bool fits(int head_dim, int block_size) { return head_dim % 32 == 0 && block_size % 16 == 0; }
-    // Pairs of tokens of a block of V that are taken in at once.
+    // The pairs of tokens of a V block that are taken in at once.
     static int value_depth(int block_size) { return block_size % 32 == 0 ? 16 : 8; }
-    // What P is to be filled up to, with zeros.
+    // P's rows are padded with zeros to a multiple of this.
     static int value_tokens(int block_size) { return 2 * value_depth(block_size); }
 
     void begin(int block_size);
@@ -43,7 +43,7 @@ void InTiles::begin(int block_size) {
     registers.configure(shapes);
 }
 
-// Calls `body` for the first `count` of four registers, with the number as a type.
+// Calls `body` for the first `count` of four registers, with the register's number as a type.
 template <class Body>
 ALWAYS_INLINE void for_sums(int count, Body body) {
     body(Number<0>{});
@@ -78,7 +78,7 @@ void multiply_scores(
         }
 }
 
-// The first `num_units` units of 16 columns of V, the last of them perhaps half; zeros behind them.
+// Copies the first `num_units` units of 16 columns of V, the last of which may be half; zeros follow them.
 void copy_last_values(InTiles& product, const uint32_t* from, int head_dim, int num_units, bool half) {
     memset(product.last_values, 0, sizeof product.last_values);
     for (int unit = 0; unit < num_units; ++unit)

@@ -1,8 +1,8 @@
-// Products of some rows with one panel of a weight, on tiles of registers.
+// Products of some rows with one panel of a weight, on register tiles.
 //
-// A panel is 32 outputs, [units][32], in the units of product.hpp: what one step of the sums takes in stands together, and
-// a panel is one stream through memory. The kernel is the inner one of Goto & van de Geijn 2008: a tile of sums in
-// registers, each step of it an outer product.
+// A panel is 32 outputs, [units][32], in the units of product.hpp: what one step of the sums takes in is contiguous,
+// and a panel is one stream through memory. The kernel is the inner one of Goto & van de Geijn 2008: a tile of sums in
+// registers, each step of which is an outer product.
 //
 // An output is one sum, made in one order: neither the batch nor the tile changes a bit of it.
 #pragma once
@@ -16,16 +16,17 @@
 
 namespace {
 
-// The most rows of a tile, with two vectors of outputs each and with all of a panel: what the registers hold, which are 16
-// below AVX-512. And rows that are converted at once: what else is done for a chunk of rows, such as decoding a panel, is
-// worth it for so many, and more would leave the caches. A multiple of all tiles' rows.
+// The most rows of a tile, with two vectors of outputs (kVectorRows) or all of a panel's (kWholeRows): what the
+// registers hold, of which there are 16 below AVX-512. And the rows that are converted at once: enough to pay for the
+// other work per chunk of rows, such as decoding a panel; more would leave the caches. A multiple of the rows of all
+// tiles that take them.
 #if defined(__AVX512F__)
 constexpr int kVectorRows = 12, kWholeRows = 12, kConvertedRows = 264;
 #else
 constexpr int kVectorRows = 6, kWholeRows = 8 / kPanelVectors, kConvertedRows = 192;
 #endif
 
-// Rows as they are multiplied: how many values each is, and how some are made of those of another kind.
+// Rows in the form in which they are multiplied: the number of values of each, and the conversion from another kind.
 template <class Left>
 ALWAYS_INLINE int64_t num_values(int num_inputs) {
     return num_inputs;
@@ -39,8 +40,8 @@ ALWAYS_INLINE void convert_rows(
         convert<Element, Left>(from, to, num_inputs);
 }
 
-// A panel as tiles take it in: kUnits units at a time, and of each kVectors vectors of outputs, of which `output` is the
-// first. This one's units stand in memory.
+// A panel as tiles take it in: kUnits units at a time, each as kVectors vectors of outputs, whose first output is
+// `output`. This one's units are in memory.
 template <class Product>
 struct Plain {
     static constexpr bool kIsPlain = true;
@@ -52,8 +53,8 @@ struct Plain {
         return (tile * kVectors + vector) * kWidth;
     }
 
-    // Adds the products of a unit with rows of x. It is loaded again for each of its parts, and the compiler is not to know
-    // that it is the same: kept between them it would take the registers of two sums.
+    // Adds the products of a unit with rows of x. The unit is loaded again for each of its parts, and the compiler must
+    // not know that it is the same: kept between them, it would take the registers of two sums.
     template <int kRows, int kVectors>
     ALWAYS_INLINE void add(
         int unit, int tile, const typename Product::Left::Value* x, int64_t x_stride, Floats (&sums)[kRows][kVectors]
@@ -71,7 +72,7 @@ struct Plain {
     }
 };
 
-// One whose units are made on the way. The last one may be one too many, and then it holds anything.
+// A panel whose units are decoded on the way. The last one may be past the end; it then holds anything.
 template <class Product, class Source>
 struct Decoded {
     static constexpr bool kIsPlain = false;
@@ -95,7 +96,7 @@ struct Decoded {
     }
 };
 
-// Integers as units of `kPerUnit` values.
+// A panel of int8, decoded into units of `kPerUnit` values.
 template <int kPerUnit>
 struct Quantized {
     static constexpr int kUnits = 1;
@@ -114,7 +115,7 @@ struct Quantized {
             const int8_t* at = from + spread_output<kVectors>(tile, vector);
             Words& word = words[0][vector];
             word = (Words)widen_bytes(at);
-            // Integers as float32 have lower halves of zero, and what is left of them is bfloat16.
+            // As float32 these integers have lower halves of zero, so the upper halves are their bfloat16.
             if constexpr (kPerUnit == 2) word = word >> 16 | (Words)widen_bytes(at + kPanel);
         }
     }
@@ -135,14 +136,15 @@ ALWAYS_INLINE void multiply_tile(
         const char* line = run->at;
         const int run_end = unit + run->num_units;
         if constexpr (Panel::kIsPlain && kRows == kVectorRows) {
-            // There products decide: to ask between them costs 5 % of their time, be there anything to ask for or not.
+            // Products are the bottleneck here: checking for prefetches between them costs 5 % of their time, whether
+            // there is anything to prefetch or not.
             while (unit < run_end) {
                 ask(line, *run, kRunUnits);
                 for (const int end = least(unit + kRunUnits, run_end); unit < end; ++unit)
                     panel.add(unit, tile, x + unit * Product::kPerUnit, x_stride, sums);
             }
         } else {
-            // Here memory may decide, and more than a few lines at once would hold up what is needed now.
+            // Memory may be the bottleneck here, and prefetching more than a few lines at once would hold up the loads.
             for (; unit < run_end; unit += kUnits) {
                 const auto* values = x + unit * Product::kPerUnit;
                 if constexpr (Panel::kIsPlain) {
@@ -167,7 +169,7 @@ ALWAYS_INLINE void multiply_tile(
             store_floats(results[row] + Panel::template output<kVectors>(tile, vector), sums[row][vector]);
 }
 
-// Calls `body` with so many rows of a tile as a type.
+// Calls `body` with the number of a tile's rows as a type.
 template <class Body>
 ALWAYS_INLINE void with_rows(int num_rows, Body body) {
     const auto tiles = [&](auto rows) __attribute__((always_inline)) {
@@ -189,14 +191,14 @@ ALWAYS_INLINE void with_rows(int num_rows, Body body) {
     }
 }
 
-// The products of some rows with a panel, by vectors.
+// Multiplies some rows with a panel, by vectors.
 template <class InProduct>
 struct VectorPanels {
     using Product = InProduct;
     static constexpr int kRows = kVectorRows, kTileRows = kRows;
     static constexpr bool kDecodes = true;
-    // The most rows with which each tile decodes a coded panel for itself: beyond, what that saves of the way through
-    // memory is less than what it costs again and again.
+    // The most rows for which each tile decodes a coded panel for itself: beyond, decoding again and again costs more
+    // than the way through memory that it saves.
     static constexpr int kMostDecodingRows = kVectorRows == 12 ? 120 : kVectorRows;
     using Int8Source = Quantized<Product::kPerUnit>;
 
@@ -215,10 +217,10 @@ struct VectorPanels {
 };
 
 #if defined(TILES)
-// The same by tile registers: two of rows and two of outputs meet in four of sums. An output's sum is made in another
-// order than by vectors, so that all batches, even of one row, come here.
+// The same by tile registers: two of rows and two of outputs are multiplied into four of sums. An output's sum is made
+// in another order than by vectors, so all batches, even of one row, come here.
 struct TilePanels {
-    // The bfloat16 of the right side stand in pairs here too.
+    // The right side's bfloat16 are in pairs here too.
     struct Product : ByVectors<2> {
         using Left = Bfloat16;
         using Unit = uint32_t;

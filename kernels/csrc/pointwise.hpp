@@ -1,4 +1,4 @@
-// What stands between the matrix products: RMSNorm, with the residual's sum before it, and SwiGLU's gate.
+// The operations between the matrix products: RMSNorm, with the residual addition before it, and SwiGLU's gate.
 #pragma once
 
 #include "elements.hpp"
@@ -6,11 +6,11 @@
 
 namespace {
 
-// Values below which to wake the other threads costs more than they do.
+// With fewer values than this, waking the other threads costs more than they save.
 constexpr int64_t kWorthwhile = 1 << 14;
 
 struct Pointwise {
-    Dtype dtype;     // of all
+    Dtype dtype;     // of all tensors
     const void* x;   // [num_rows][size], or [num_rows][2 * size] for the gate
     void* residual;  // [num_rows][size], or null
     const void* weight;
@@ -26,7 +26,7 @@ struct PointwiseJob {
 };
 
 // RMSNorm, Zhang & Sennrich 2019, arXiv:1910.07467; rounded where Hugging Face rounds: the sum, then x / rms(x), then
-// its product with the weight. Where there is a residual, x is added to it first; out may be x.
+// its product with the weight. If there is a residual, x is added to it first; out may be x.
 template <class Element, class Value = typename Element::Value>
 ALWAYS_INLINE void normalize(
     const Value* x, Value* residual, const Value* weight, float epsilon, Value* out, int64_t size

@@ -1,17 +1,17 @@
-// How values of the cache meet what stands on their left in attention's two products: queries, or probabilities.
+// How values of the cache are multiplied with the left side of attention's two products: queries, or probabilities.
 //
-// A unit is what one step of a dot product takes in of each column: 2 neighbouring bfloat16, or 1 value of another kind.
-// The cache's layout is made of units (multiply.hpp). Each of these structs says what a unit is to it, how a vector of
-// units is loaded, of how many parts it is that are multiplied one after the other, and how each is multiplied with the
-// left side's values for that unit, which are of the kind `Left`.
+// A unit is what one step of a dot product takes in from each column: 2 neighbouring bfloat16, or 1 value of another
+// kind. The cache's layout is made of units (multiply.hpp). Each of these structs says what its unit is, how a vector
+// of units is loaded, how many parts it has, which are multiplied one after the other, and how each is multiplied with
+// the left side's values for that unit, which are of the kind `Left`.
 #pragma once
 
 #include "elements.hpp"
 
 namespace {
 
-// Accumulators of one tile of a product are rows x columns, in vectors. AVX-512 has 32 registers, the others count on
-// 16, and a vector of pairs that is taken apart takes two.
+// A tile of a product has rows x columns accumulators, in vectors. AVX-512 has 32 registers, the others count on 16,
+// and a vector of pairs that is taken apart needs two.
 #if defined(__AVX512F__)
 constexpr int kMostRows = 6;
 constexpr int kMostColumns = 4;
@@ -27,7 +27,7 @@ struct ByVectors {
     static constexpr int kChunk = kWidth;  // tokens of K that are multiplied together
     static constexpr int kRowStep = 1;     // rows of the left side that are read at once, filled or not
 
-    // What P is to be filled up to, with zeros.
+    // P's rows are padded with zeros to a multiple of this.
     static int value_tokens(int) { return kPerUnit; }
     void begin(int) {}
     void end() {}
@@ -78,7 +78,7 @@ struct InFloat32<Bfloat16> : ByVectors<2> {
     static ALWAYS_INLINE Floats part(Loaded b, int number) {
         if (number == 0) return (Floats)(b << 16);
 #if defined(__AVX2__) && !defined(__AVX512F__)
-        // The mask from memory: a compiler would keep it in the register that one sum of a tile then lacks.
+        // The mask comes from memory: a compiler would keep it in a register that one sum of a tile would then lack.
         static const Words kMask = Words{} + 0xFFFF0000u;
         Words upper;
         asm("vpand %2, %1, %0" : "=x"(upper) : "x"(b), "m"(kMask));
@@ -91,7 +91,7 @@ struct InFloat32<Bfloat16> : ByVectors<2> {
 };
 
 #if defined(__AVX512BF16__)
-// Both sides in bfloat16, by the instruction made for it.
+// Both sides in bfloat16, by the instruction for it.
 struct InBfloat16 : ByVectors<2> {
     using Left = Bfloat16;
     using Unit = uint32_t;
@@ -111,7 +111,7 @@ struct InBfloat16 : ByVectors<2> {
 };
 #endif
 
-// An outer product, added to the sums: of some vectors with a value of each row of the left side.
+// Adds to the sums the outer product of some vectors with a value of each row of the left side.
 template <class Product, int kRows, int kColumns>
 ALWAYS_INLINE void add_part(
     const typename Product::Part (&values)[kColumns], const typename Product::Left::Value* left, int64_t stride,
@@ -124,7 +124,7 @@ ALWAYS_INLINE void add_part(
             sums[row][column] = Product::multiply_add(sums[row][column], values[column], left + row * stride);
 }
 
-// The same, of vectors of units with what the rows have for these units.
+// The same for vectors of units and the rows' values for these units.
 template <class Product, int kRows, int kColumns>
 ALWAYS_INLINE void add_products(
     const typename Product::Loaded (&units)[kColumns], const typename Product::Left::Value* left, int64_t stride,

@@ -1,8 +1,8 @@
-// Jobs in a row on one team of threads: each thread goes through all of them, and waits for the others behind each.
+// A sequence of jobs on one team of threads: each thread goes through all of them, and waits for the others after each.
 //
-// A decode step is hundreds of jobs of some microseconds, and to open a parallel region for each would cost a good part
-// of them. A thread that waits spins for a while, since the others are mostly about to come. Then it sleeps: its core may
-// be what the one that all wait for lacks.
+// A decode step is hundreds of jobs of a few microseconds, and opening a parallel region for each would cost a good
+// part of that. A waiting thread spins for a while, since the others mostly arrive soon. Then it sleeps: the thread
+// that all wait for may need its core.
 #pragma once
 
 #if defined(__linux__)
@@ -27,7 +27,7 @@ inline void pause_briefly() {
 // Where the threads of a team wait for each other, again and again; Mellor-Crummey & Scott 1991, section 3.1.
 class Barrier {
   public:
-    // Gives once all `team_size` threads have called it; what they did before is to be seen by all then.
+    // Returns once all `team_size` threads have called it; what they did before is then visible to all.
     void wait(int team_size) {
         const uint32_t round = __atomic_load_n(&round_, __ATOMIC_RELAXED);
         if (__atomic_add_fetch(&arrived_, 1, __ATOMIC_ACQ_REL) == team_size) {
@@ -49,7 +49,7 @@ class Barrier {
     static constexpr int kSpins = 2000;  // some tens of microseconds
 
 #if defined(__linux__)
-    // Until it is woken, unless the round is over.
+    // Sleeps until it is woken, unless the round is over.
     void sleep_in(uint32_t round) { syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, round, nullptr, nullptr, 0); }
     void wake_all() { syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0); }
 #else
@@ -67,13 +67,13 @@ struct Stage {
     void* job;
 };
 
-// Asked by a thread of a parallel region: of how many threads it is. (omp_get_num_threads)
+// Called in a parallel region, returns the region's number of threads (omp_get_num_threads).
 using TeamSize = int (*)();
 
 struct Program {
     const Stage* stages;
     int num_stages;
-    TeamSize team_size;  // null where there is no region
+    TeamSize team_size;  // null if there is no region
     Barrier barrier;
 };
 

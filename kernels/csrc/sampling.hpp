@@ -1,9 +1,9 @@
 // A token for each row of logits: the best one, or one drawn from what top-k, top-p and min-p keep.
 //
-// kernels/draws.py says what is computed: the argmax of scaled logits and Gumbel noise, over the tokens whose scaled logit
-// is no less than a threshold. Noise is that of kernels/philox.py; it is made for 4 * kWidth tokens at a time, and only
-// where one of them can still be the one. The threshold is found without a sort, by the digits of a float's bits (radix
-// selection; Alabi et al. 2012, "Fast k-selection algorithms for graphics processing units", section 3).
+// kernels/draws.py says what is computed: the argmax of scaled logits plus Gumbel noise, over the tokens whose scaled
+// logit is no less than a threshold. The noise is that of kernels/philox.py; it is made for 4 * kWidth tokens at a
+// time, and only if one of them can still win. The threshold is found without a sort, by the digits of a float's bits
+// (radix selection; Alabi et al. 2012, "Fast k-selection algorithms for graphics processing units", section 3).
 #pragma once
 
 #include <stdlib.h>
@@ -17,7 +17,7 @@ struct Sampling {
     const float* logits;  // [num_rows][size], rows `stride` values apart
     int64_t stride;
     int size;
-    // Of each row.
+    // One value per row.
     const float* temperatures;  // 0: the best token
     const uint64_t* seeds;
     const int64_t* positions;
@@ -38,7 +38,7 @@ constexpr int kDraws = 4 * kWidth;  // tokens whose noise is made together
 // More than the noise of any token: -log(-log(1 - 2^-33)).
 constexpr float kMostNoise = 22.9f;
 
-// 32 by 32 bits.
+// Multiplies 32 by 32 bits, into the upper and the lower 32 bits of the product.
 ALWAYS_INLINE void multiply_wide(Words a, uint32_t b, Words& upper, Words& lower) {
 #if defined(__AVX512F__)
     const __m512i factor = _mm512_set1_epi32((int)b);
@@ -67,8 +67,8 @@ ALWAYS_INLINE void philox(uint32_t first, uint32_t position, uint32_t sequence_i
     }
 }
 
-// The natural logarithm of positive normal numbers, to 1e-7 of it: of the mantissa in [sqrt(1/2), sqrt(2)) by the series
-// of atanh, and of the exponent.
+// The natural logarithm of positive normal numbers, with a relative error of 1e-7: that of the mantissa in
+// [sqrt(1/2), sqrt(2)) by the series of atanh, plus that of the exponent.
 ALWAYS_INLINE Floats logarithm(Floats x) {
     const Integers bits = (Integers)x - 0x3F3504F3;
     const Floats exponent = __builtin_convertvector(bits >> 23, Floats);
@@ -87,7 +87,7 @@ ALWAYS_INLINE Floats gumbel(Words words) {
 #endif
     Floats x = (number + 0.5f) * 0x1p-32f;
     x = x > 1.0f - 0x1p-24f ? broadcast(1.0f - 0x1p-24f) : x;
-    // log(1 - x) of an x that 1 - x has lost some digits of (Higham 2002, section 1.14.1).
+    // log(1 - x), corrected for the digits of x that 1 - x has lost (Higham 2002, section 1.14.1).
     const Floats u = 1.0f - x;
     const Floats surprise = u == 1.0f ? x : -logarithm(u) * (x / (1.0f - u));
     return -logarithm(surprise);
@@ -140,12 +140,12 @@ class Row {
         return least;
     }
 
-    // The scaled logit at which those that are no less, and no less than `least`, come to `target`: in their number, or in
-    // their mass. No logit is more than 0, so that the bits of its negative order them the other way round.
+    // The greatest scaled logit such that those no less than it, and no less than `least`, reach `target` by number or
+    // by mass. No scaled logit is more than 0, so the bits of their magnitudes order them the other way round.
     float select(float least, bool by_mass, double target) const {
         uint32_t prefix = 0;
         double reached = 0;
-        for (int shift = 20; shift >= 0; shift -= 10) {  // digits of 11 bits, as the first one is the sign and 0, and of 10
+        for (int shift = 20; shift >= 0; shift -= 10) {  // digits of 11 bits (the first, with the sign, a 0), 10 and 10
             const uint32_t most = shift == 20 ? 0x7FFu : 0x3FFu;
             double sums[1 << 11] = {};
             for (int i = 0; i < a.size; ++i) {
@@ -165,7 +165,7 @@ class Row {
         return -float_of(prefix);
     }
 
-    // The one with the most noise and logit among those that are kept.
+    // The kept token with the largest sum of scaled logit and noise.
     int64_t draw(float least) const {
         float most = -kInfinity;
         int64_t drawn = 0;

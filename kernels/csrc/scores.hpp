@@ -1,8 +1,8 @@
-// What rows of logits come to: the log of the sum of their exponentials, and the best token. Each panel of a row comes to
-// its own first, so that a product whose outputs are logits can do without memory for them (linear.hpp). The bits are the
-// same either way.
+// The scores of rows of logits: the log of the sum of their exponentials, and the best token. Each panel of a row gets
+// its own scores first, so that a product whose outputs are logits needs no memory for them (linear.hpp). The bits are
+// the same either way.
 //
-// What panels come to is merged as in Milakov & Gimelshein 2018, arXiv:1805.02867, section 3.1.
+// The scores of panels are merged as in Milakov & Gimelshein 2018, arXiv:1805.02867, section 3.1.
 #pragma once
 
 #include <stdlib.h>
@@ -12,16 +12,16 @@
 
 namespace {
 
-// Of each panel of each row.
+// The scores of each panel of each row.
 struct PanelScores {
-    float* most;      // its largest logit
-    float* sums;      // of exp(logit - largest); NaN where a logit is, or where the largest is infinite
-    uint8_t* places;  // of the largest, the first where some tie
-    int64_t stride;   // panels between a row and the next one
+    float* most;      // the largest logit
+    float* sums;      // of exp(logit - largest); NaN if a logit is, or if the largest is +infinity
+    uint8_t* places;  // of the largest logit, the first if some tie
+    int64_t stride;   // panels from one row to the next
 
-    // For logits of such a size; `most` is to be freed, and null without memory.
+    // For rows of `size` logits; `most` is to be freed, and null if out of memory.
     static PanelScores make(int64_t num_rows, int size) {
-        // An odd number of cache lines, so that rows do not stand in the same few sets of a cache.
+        // An odd number of cache lines, so that rows do not fall into the same few sets of a cache.
         const int64_t stride = 16 * ((size / (16 * kPanel) + 1) | 1);
         float* memory = static_cast<float*>(malloc(num_rows * stride * (2 * sizeof(float) + 1) + 1));
         float* sums = memory + num_rows * stride;
@@ -34,10 +34,10 @@ struct PanelScores {
 struct RowScores {
     float* normalizers;  // [num_rows], the log of the sum of exponentials
     int64_t* best;       // [num_rows], the first of those that tie
-    float* most;         // [num_rows], the best one's logit; or null
+    float* most;         // [num_rows], the best token's logit; or null
 };
 
-// Of rows whose panels have scores already, or are given as logits.
+// Scores rows whose panels have scores already, or which are given as logits.
 struct ScoresJob {
     const float* logits;  // [num_rows][size], rows `stride` values apart; or null
     int64_t stride;
@@ -58,7 +58,7 @@ ALWAYS_INLINE float largest_of(const float* x, int size) {
     return largest;
 }
 
-// Which of a panel's logits are equal to one, a bit for each.
+// Which of a panel's logits equal `value`, one bit for each.
 ALWAYS_INLINE uint32_t equal_places(const float* logits, float value) {
     uint32_t places = 0;
     for (int i = 0; i < kPanel; i += kWidth) {
@@ -76,8 +76,8 @@ ALWAYS_INLINE uint32_t equal_places(const float* logits, float value) {
     return places;
 }
 
-// The scores of some panels, each to stand `stride` behind the one before. First each one's largest logit, so that none
-// waits for its own. Not inlined in any of the products.
+// Writes the scores of some panels, `stride` apart. First all panels' largest logits, so that no panel waits for its
+// own. Not inlined into the products.
 __attribute__((noinline)) void score_panels(
     const float (*logits)[kPanel], int count, const PanelScores& to, int64_t stride
 ) {
@@ -98,7 +98,7 @@ __attribute__((noinline)) void score_panels(
     }
 }
 
-// Puts in what is no token, behind the last of a panel's `count` logits.
+// Pads a panel with -infinity after its `count` logits.
 ALWAYS_INLINE void fill_panel(float* logits, int count) {
     for (int i = count; i < kPanel; ++i) logits[i] = -kInfinity;
 }
@@ -113,7 +113,7 @@ void score_row(const float* logits, int size, const PanelScores& to) {
     score_panels(last, 1, to.behind(num_whole), 1);
 }
 
-// From the scores of a row's panels to its own.
+// Merges the scores of a row's panels into the row's.
 ALWAYS_INLINE void merge_panels(const PanelScores& panels, int size, const RowScores& scores, int64_t row) {
     const int num_panels = (size + kPanel - 1) / kPanel;
     const int padded = round_up(num_panels, kWidth);
@@ -125,7 +125,7 @@ ALWAYS_INLINE void merge_panels(const PanelScores& panels, int size, const RowSc
     int panel = 0;
     while (panel < num_panels && panels.most[panel] != largest) ++panel;
     const int best = panel < num_panels ? panel * kPanel + panels.places[panel] : 0;
-    scores.best[row] = best < size ? best : 0;  // behind the last token where all of a panel's are NaN
+    scores.best[row] = best < size ? best : 0;  // past the last token if all logits of a panel are NaN
     scores.normalizers[row] = largest + __builtin_logf(sum_of(sum));
     if (scores.most != nullptr) scores.most[row] = largest;
 }
@@ -141,7 +141,7 @@ void score_rows(void* data, int) {
 
 void run_scores(ScoresJob job, const Threads& threads) { run_on(threads, job.rows.count > 1, score_rows, &job); }
 
-// Of logits. Gives -1, or -2 without memory.
+// Scores rows of logits. Returns -1, or -2 if out of memory.
 int score_logits(
     const float* logits, int64_t stride, int size, int num_rows, const RowScores& scores, const Threads& threads
 ) {

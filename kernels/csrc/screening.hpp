@@ -1,31 +1,32 @@
-// The best of many outputs without most of their products: all are computed in 8 bits first, by bounds of what that is off
-// by, and only panels that may have the best one are multiplied as they are. So the best is the same, to the bit, and a
-// head is read in 28 MB where it has 43 (Weber, Schek & Blott 1998, "A Quantitative Analysis and Performance Study for
-// Similarity-Search Methods in High-Dimensional Spaces", section 4, do so with the nearest of many points).
+// The best of many outputs without most of their products: all are computed in 8 bits first, with bounds on their
+// errors, and only panels that may hold the best one are multiplied exactly as without a screen. So the best is the
+// same, to the bit, and 28 MB are read for a head of 43 (Weber, Schek & Blott 1998, "A Quantitative Analysis and
+// Performance Study for Similarity-Search Methods in High-Dimensional Spaces", section 4, do this for the nearest of
+// many points).
 //
-// A head's outputs have much in common, which is taken from all of them, their mean: no output is better by it than another
-// one. Each 64 inputs are turned by a Hadamard matrix, the row's and the weight's alike: their product is the same, and what
-// stands out in few inputs, and would make 8 bits coarse for all, is in all of them then (Ashkboos et al. 2024,
-// arXiv:2404.00456). With x a turned row, v an output's turned weights less the mean, and q and p their 8 bits times their
-// scales,
+// A head's outputs have much in common: their mean, which is subtracted from all of them, since it favours no output
+// over another. Each 64 inputs are turned by a Hadamard matrix, the row's and the weight's alike: their product stays
+// the same, and outliers in a few inputs, which would make 8 bits coarse for all, are spread over all of them (Ashkboos
+// et al. 2024, arXiv:2404.00456). With x a turned row, v an output's turned weights less the mean, and q and p their 8
+// bits times their scales,
 //
-//     x v - q p = (x - q) p + x (v - p),    of a size of |x - q| |p| + |x| |v - p| at most
+//     x v - q p = (x - q) p + x (v - p),    whose size is at most |x - q| |p| + |x| |v - p|
 //
-// These norms are known. Of 49,152 tokens that leaves 5.4 panels of 1,536 in the mean (docs/measurements.md).
+// These norms are known. For 49,152 tokens that leaves 5.4 panels of 1,536 on average (docs/measurements.md).
 //
-// What all outputs together come to, the normalizer, is of the products in 8 bits but for those panels.
+// The normalizer, which sums over all outputs, takes the products in 8 bits except for those panels.
 #pragma once
 
 #include "linear.hpp"
 
 namespace {
 
-// Inputs that are turned together.
+// How many inputs are turned together.
 constexpr int kTurned = kLeastGroup;
-// Floats that are rounded make less than so much of a norm, and of a sum of products beside the norms of its factors.
+// Bounds on the rounding of floats: as a share of a norm, and of a sum of products as a share of its factors' norms.
 constexpr float kOfNorms = 1e-3f, kOfSums = 1e-4f;
 
-// A panel in 8 bits: this, and then [num_inputs / 4][32][4] bytes, each 128 more than its integer.
+// A panel in 8 bits: this head, followed by [num_inputs / 4][32][4] bytes, each 128 more than its integer.
 struct ScreenPanel {
     float scales[kPanel];
 
@@ -39,11 +40,11 @@ static_assert(sizeof(ScreenPanel) == 128, "kernels/cpu_linear.py counts on it");
 
 struct Screen {
     char* panels;
-    float* mean;    // [num_inputs], what is taken from each output's weights
-    float* norms;   // [panels], the largest of an output's in 8 bits
-    float* errors;  // [panels], and of what these are off by
+    float* mean;    // [num_inputs], subtracted from each output's weights
+    float* norms;   // [panels], the largest norm of an output's weights in 8 bits
+    float* errors;  // [panels], the largest norm of an output's errors in 8 bits
 
-    // `floats` has room for a mean, and for the norms and the errors behind it.
+    // `floats` has room for a mean, followed by the norms and the errors.
     static Screen of(char* panels, float* floats, int num_outputs, int num_inputs) {
         float* norms = floats + num_inputs;
         return {panels, floats, norms, norms + (num_outputs + kPanel - 1) / kPanel};
@@ -56,7 +57,7 @@ struct Screen {
 #if defined(INTEGERS) && defined(__AVX512F__)
 #define SCREENS
 
-// Each `kTurned` values, by a Hadamard matrix of norm 1.
+// Turns each `kTurned` values by a Hadamard matrix of norm 1.
 template <class Value>
 ALWAYS_INLINE void turn(Value* values, int count) {
     for (Value* x = values; x < values + count; x += kTurned) {
@@ -74,7 +75,7 @@ ALWAYS_INLINE void turn(Value* values, int count) {
 // The root of a sum of squares, and a little more.
 ALWAYS_INLINE float norm_of(float squares) { return __builtin_sqrtf(squares) * (1.0f + kOfNorms); }
 
-// What makes a screen of a weight of integers.
+// The job of making a screen for a weight of integers.
 struct ScreenJob {
     const IntegerPair* weight;
     const float* scales;
@@ -84,7 +85,7 @@ struct ScreenJob {
     bool out_of_memory;
 };
 
-// One vector of a panel's outputs: their weights as they are multiplied, less the mean, [num_inputs].
+// Decodes one vector of a panel's outputs: their weights as they are multiplied, less the mean, [num_inputs].
 inline void decode_outputs(const ScreenJob& job, int64_t number, int vector, Floats* to) {
     const IntegerUnits source = {job.weight + number * (job.num_inputs / 4)};
     const Floats scale = load_floats(job.scales + number * kPanel + vector * kWidth);
@@ -100,7 +101,8 @@ inline void decode_outputs(const ScreenJob& job, int64_t number, int vector, Flo
     }
 }
 
-// Whatever is taken from all outputs changes nothing, so some panels of them are enough.
+// Writes the mean. Subtracting the same from all outputs does not change which is best, so it need not be exact: some
+// panels are enough.
 inline void take_mean(const ScreenJob& job, Floats* weights, Floats* sums) {
     constexpr int kMostPanels = 128;
     const int64_t num_panels = job.numbers.count, step = (num_panels + kMostPanels - 1) / kMostPanels;
@@ -162,14 +164,14 @@ inline void write_panels(void* data, int) {
 // A row in 8 bits.
 struct ScreenedRow {
     float scale;
-    int offset;   // what its products with a panel are too large by, since that has 128 more
+    int offset;   // the excess of its products with a panel, whose bytes are 128 too large
     float norm;   // of the row
-    float error;  // the norm of what its integers are off by
+    float error;  // the norm of its integers' errors
     float shift;  // its product with the mean
-    float slack;  // what the rounding of floats may make of an output beside that
+    float slack;  // a bound on the rounding of floats in an output beyond that
 };
 
-// Rows on their way to their scores.
+// The screening of rows, up to their scores.
 class Screening {
   public:
     // `a` has no bias, and its weight is of integers.
@@ -231,7 +233,7 @@ class Screening {
     }
 
   private:
-    static constexpr int kRows = 8;  // of a tile
+    static constexpr int kRows = 8;  // rows of a tile
 
     void begin_row(int64_t row) {
         const int num_inputs = a_.num_inputs;
@@ -257,7 +259,7 @@ class Screening {
             largest = larger_of(absolute(load_floats(turned + i)), largest);
         const float most = largest_of(largest), scale = most / 127, inverse = most > 0.0f ? 127 / most : 0.0f;
         Floats errors = {};
-        Words sums = {};  // of what is not finite anything comes, and no comparison holds
+        Words sums = {};  // anything if a value is not finite; no comparison holds then
         for (int i = 0; i < num_inputs; i += kWidth) {
             const Floats x = load_floats(turned + i);
             const Integers integer = nearest_integers(x * inverse);
@@ -271,7 +273,7 @@ class Screening {
         to.shift = sum_of(shifts), to.slack = kOfSums * to.norm * mean_norm_;
     }
 
-    // The products of some rows with a panel in 8 bits, while memory is asked for, if any.
+    // Scores the products of some rows with a panel in 8 bits, prefetching from `ahead` unless it is null.
     template <int kCount>
     ALWAYS_INLINE void screen_rows(int first_row, const ScreenPanel& panel, int64_t number, const char* ahead) {
         const int num_inputs = a_.num_inputs, outputs = least(kPanel, a_.num_outputs - (int)number * kPanel);
@@ -308,15 +310,15 @@ class Screening {
         score_panels(results, kCount, panels_.of_row(first_row).behind(number), panels_.stride);
     }
 
-    // Whether a panel may have an output as large, by what is known of it. Of what is not finite nothing is, and no
-    // comparison with NaN holds.
+    // Whether a panel may have an output as large as this, by its bounds. These say nothing of values that are not
+    // finite: no comparison with NaN holds, and the answer is yes.
     bool may_reach(float output, int64_t number_of_row, int64_t panel) const {
         const ScreenedRow& row = rows_[number_of_row];
         const float off = screen_.norms[panel] * row.error + screen_.errors[panel] * row.norm + row.slack;
         return !(panels_.of_row(number_of_row).most[panel] + off < output);
     }
 
-    // A panel's outputs for a row, as they are without a screen.
+    // Scores a panel's outputs for a row, computed as without a screen.
     void multiply(IntegerPanels& multiplier, int64_t row, int64_t number) {
         const int64_t row_values = num_values<Grouped>(a_.num_inputs);
         const char* panel = static_cast<const char*>(a_.weight) + number * a_.panel_bytes();
@@ -338,7 +340,7 @@ class Screening {
     PanelScores panels_;
     ScreenedRow* rows_;
     float* turned_;        // [num_rows][num_inputs]
-    int16_t* grouped_;     // the rows as they are multiplied
+    int16_t* grouped_;     // the rows as `IntegerPanels` multiplies them
     int8_t* integers_;     // [num_rows][num_inputs]
     Shares shares_;        // of the panels
     Counter rows_to_begin_, rows_to_end_;
@@ -349,7 +351,7 @@ inline void screen_panels(void* job, int thread) { static_cast<Screening*>(job)-
 inline void end_rows(void* job, int) { static_cast<Screening*>(job)->end_rows(); }
 #endif
 
-// Writes the screen of a weight of integers. Gives -1, or -2 without memory.
+// Writes the screen of a weight of integers. Returns -1, or -2 if out of memory.
 inline int write_screen(
     const void* weight, const float* scales, char* panels, float* norms, int num_outputs, int num_inputs,
     const Threads& threads
@@ -370,7 +372,7 @@ inline int write_screen(
 #endif
 }
 
-// As `score_outputs`, but for what normalizers are off by.
+// Like `score_outputs`, except for the error of the normalizers.
 inline int score_by_screen(const Linear& a, const Screen& screen, const RowScores& scores, const Threads& threads) {
 #if defined(SCREENS)
     Screening screening(a, screen, scores, threads.num_threads);

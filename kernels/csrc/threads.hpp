@@ -1,21 +1,21 @@
 // Work for several threads: torch's own.
 //
 // torch brings an OpenMP runtime with a pool of threads, and a second pool would fight it over the cores: its threads
-// spin for a while after each region. So nothing here is compiled with -fopenmp. The loader finds the function by which
-// GCC's code opens a parallel region (GOMP_parallel, which LLVM's runtime has too) in the runtime that torch has loaded
-// and hands it over; a region of ours then runs on the threads that have just multiplied matrices.
+// spin for a while after each region. So nothing here is compiled with -fopenmp. In the runtime that torch has loaded,
+// the loader finds the function by which GCC's code opens a parallel region (GOMP_parallel, which LLVM's runtime has
+// too) and hands it over; our regions then run on the threads that have just multiplied matrices.
 #pragma once
 
 #include <stdint.h>
 
-// What each thread of a team does with a job that they share; they are numbered from 0.
+// What each thread of a team does with the job that they share; threads are numbered from 0.
 using Work = void (*)(void* job, int thread);
 
 // Calls call(data) on each of num_threads threads, the caller's among them, and waits for all.
 using ParallelRegion = void (*)(void (*call)(void* data), void* data, unsigned num_threads, unsigned flags);
 
-// How a kernel may run: by `region`, if there is one, on num_threads threads. A team of another size than torch's would
-// make OpenMP end threads and start them again, so a kernel takes all of them or none.
+// How a kernel may run: through `region`, if there is one, on num_threads threads. A team of another size than torch's
+// would make OpenMP end threads and start them again, so a kernel takes all of them or only the caller's.
 struct Threads {
     ParallelRegion region;
     int num_threads;
@@ -26,7 +26,7 @@ namespace {
 struct Team {
     Work work;
     void* job;
-    int num_threads;  // that have come so far
+    int num_threads;  // those that have joined so far
 };
 
 inline void join_team(void* data) {
@@ -42,7 +42,7 @@ inline void run_on(const Threads& threads, bool worthwhile, Work work, void* job
         join_team(&team);
 }
 
-// Hands out the numbers 0 to count - 1, some at a time.
+// Hands out the numbers 0 to count - 1, a few at a time.
 struct Counter {
     int64_t next;
     int64_t count;
@@ -51,27 +51,27 @@ struct Counter {
     int64_t take(int64_t step) { return __atomic_fetch_add(&next, step, __ATOMIC_RELAXED); }
 };
 
-// As many shares at most; of more threads several have the same one.
+// The most shares; if there are more threads, several have the same one.
 constexpr int kMostShares = 8;
 
-// The numbers 0 to count - 1, of which each thread has a share that it begins with. So what one job leaves in a core's
-// caches, or asks memory for, is mostly found there by the next one: cores do not always share a cache, and then a line
-// that goes from one to the other takes as long as one from memory.
+// The numbers 0 to count - 1, of which each thread has a share that it begins with. So the next job mostly finds in a
+// core's caches what the last one left or prefetched there: cores do not always share a cache, and then a line that
+// goes from one core to the other takes as long as one from memory.
 struct Shares {
-    // What is left of one.
+    // What is left of a share.
     struct alignas(8) Left {
         int next, end;
     };
     struct Share {
         Left left;
-        char padding[56];  // to the next one's cache line
+        char padding[56];  // up to the next share's cache line
 
         Left load() {
             Left found;
             __atomic_load(&left, &found, __ATOMIC_RELAXED);
             return found;
         }
-        // Replaces what is left, if it is still `expected`, which else becomes what it is.
+        // Replaces what is left by `rest` if it is still `expected`; otherwise stores what it is in `expected`.
         bool exchange(Left& expected, Left rest) {
             return __atomic_compare_exchange(&left, &expected, &rest, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
         }
@@ -102,15 +102,15 @@ struct Shares {
     }
 };
 
-// What a thread takes: its own share, step by step, and then of the others', until none is left. Those it takes from the
-// end, so that it is not in the way of whom they belong to (as in Chase & Lev 2005, "Dynamic Circular Work-Stealing Deque").
+// What a thread takes: its own share, step by step, and then from the others', until none is left. From those it takes
+// at the end, to stay out of their owners' way (as in Chase & Lev 2005, "Dynamic Circular Work-Stealing Deque").
 class Taker {
   public:
-    int64_t first = 0, end = 0;  // what was taken last
+    int64_t first = 0, end = 0;  // the numbers taken last
 
     Taker(Shares& shares, int thread) : shares_(shares), own_(shares.of(thread)) {}
 
-    // Takes the next numbers, `step` at most. False if there are none.
+    // Takes the next numbers, at most `step`. Returns false if there are none.
     bool take(int64_t step) {
         for (; num_empty_ < shares_.num_shares; ++num_empty_) {
             Shares::Share& share = shares_.shares[(own_ + num_empty_) % shares_.num_shares];
@@ -129,7 +129,7 @@ class Taker {
         return false;
     }
 
-    // What will probably be taken next, one at a time; -1 where the share that was taken from has no more.
+    // The number that will probably be taken next, with a step of 1; -1 if the share last taken from has no more.
     int64_t expected() const { return expected_; }
 
   private:

@@ -1,5 +1,5 @@
-// What one thread computes at a time of the attention that attention.hpp describes: one tile against one split of its
-// context, and the merge of such parts. The cache's layout stands in multiply.hpp.
+// The pieces of the attention that attention.hpp describes which one thread computes at a time: one tile against one
+// split of its context, and the merge of such parts. The cache's layout is described in multiply.hpp.
 #pragma once
 
 #include "multiply.hpp"
@@ -10,18 +10,18 @@
 namespace {
 
 constexpr int kSplitTokens = 128;
-constexpr int kTileRows = 48;  // rows of Q at most, unless one query's group is larger
+constexpr int kTileRows = 48;  // the most rows of Q, unless one query's group is larger
 constexpr int kMaxBlocks = kSplitTokens;
-// Blocks between the one that is read and the one that is prefetched. Of 16 tokens, 64 components and 2 bytes, on one
-// thread of a Zen 5 that reads all from memory: 2 and 8 take 1.2 and 1.1 times as long.
+// The distance, in blocks, between the one being read and the one being prefetched. With blocks of 16 tokens, 64
+// components and 2 bytes, on one thread of a Zen 5 that reads all from memory, 2 and 8 take 1.2 and 1.1 times as long.
 constexpr int kAhead = 4;
 
 struct Attention {
     const void* q;
-    int64_t q_stride;  // values between a token's queries and the next one's
+    int64_t q_stride;  // values from one token's queries to the next token's
     const void* k_cache;
     const void* v_cache;
-    int64_t block_stride;  // values between a block of either and the next one
+    int64_t block_stride;  // values from one block to the next, in either cache
     const int32_t* block_tables;
     int64_t table_stride;
     const int32_t* query_starts;
@@ -30,8 +30,8 @@ struct Attention {
     Dtype cache_dtype;  // of k_cache and v_cache
     int num_rows, num_blocks, block_size, num_heads, num_kv_heads, head_dim;
     float scale;
-    int window;     // tokens that a query sees, its own among them; 0: all before it
-    float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
+    int window;     // tokens that a query sees, including its own; 0: all up to its own
+    float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay as they are
     void* out;
 
     int group_size() const { return num_heads / num_kv_heads; }
@@ -45,17 +45,17 @@ struct Attention {
 
 struct SharedTile;  // cascade.hpp
 
-// What one thread does at a time.
+// The piece of work that one thread does at a time.
 struct Item {
     int row, head, tile;
     int first_split, end_split;
-    int first_query, num_queries;  // of the row's
+    int first_query, num_queries;  // within the row
     int first_position;            // of the first query; the others follow
-    int end_token;                 // behind the last that any of its queries sees
-    const SharedTile* shared;      // if its queries are those of several rows, in front of all of which its tokens stand
+    int end_token;                 // one past the last token that any of its queries sees
+    const SharedTile* shared;      // null unless its queries are those of several rows, which its tokens come before
 };
 
-// m (to the base 2), l and part, for each row of a tile. Vectors of m and l may be read and written whole.
+// m (to the base 2), l and part of attention.hpp, for each row of a tile. m and l are padded to whole vectors.
 struct Part {
     float *most, *sum, *out;
 };
@@ -70,7 +70,7 @@ ALWAYS_INLINE Part part_at(float* memory, int num_tile_rows) {
     return {memory, memory + padded, memory + 2 * padded};
 }
 
-// Adds one split's part to what has been merged so far. Not inlined, so that both ways to it round alike.
+// Adds one split's part to what has been merged so far. Not inlined, so that both callers' results round alike.
 __attribute__((noinline)) void merge(Part all, Part part, int num_tile_rows, int head_dim) {
     for (int first = 0; first < num_tile_rows; first += kWidth) {
         const Floats all_most = load_floats(all.most + first), part_most = load_floats(part.most + first);
@@ -81,7 +81,7 @@ __attribute__((noinline)) void merge(Part all, Part part, int num_tile_rows, int
         store_floats(all.most + first, most);
         store_floats(all.sum + first, all_sum * old + part_sum * added);
         for (int lane = 0; lane < least(kWidth, num_tile_rows - first); ++lane) {
-            if (part_sum[lane] == 0.0f) continue;  // the query stands before the split
+            if (part_sum[lane] == 0.0f) continue;  // the query sees nothing of the split
             float* to = all.out + (int64_t)(first + lane) * head_dim;
             const float* from = part.out + (int64_t)(first + lane) * head_dim;
             int i = 0;
@@ -92,7 +92,7 @@ __attribute__((noinline)) void merge(Part all, Part part, int num_tile_rows, int
     }
 }
 
-// `x` where the lane's token, `first` and on, is one of from..end - 1, and else `other`.
+// `x` where the lane's token is one of from..end - 1, else `other`; lane 0's token is `first`, the others follow.
 ALWAYS_INLINE Floats where_seen(Floats x, int first, int from, int end, float other) {
     Floats tokens;
     for (int lane = 0; lane < kWidth; ++lane) tokens[lane] = (float)(first + lane);
@@ -100,7 +100,7 @@ ALWAYS_INLINE Floats where_seen(Floats x, int first, int from, int end, float ot
     return tokens >= (float)from ? x : broadcast(other);
 }
 
-// Calls `visit` for each vector that holds some of the tokens from..end - 1, and says if it holds others as well.
+// Calls `visit` for each vector that holds some of the tokens from..end - 1, with whether it holds others as well.
 template <class Visit>
 ALWAYS_INLINE void visit_seen(int from, int end, Visit visit) {
     int i = from / kWidth * kWidth;
@@ -109,7 +109,7 @@ ALWAYS_INLINE void visit_seen(int from, int end, Visit visit) {
     if (i < end) visit(i, true);
 }
 
-// Scores to softcap * tanh(scale * score / softcap), to the base 2.
+// Replaces scores by softcap * tanh(scale * score / softcap), to the base 2.
 void cap_scores(const Attention& a, float* scores, int count) {
     const float twice = 2.0f * kLog2E * a.scale / a.softcap;
     for (int i = 0; i < count; i += kWidth) {
@@ -118,7 +118,7 @@ void cap_scores(const Attention& a, float* scores, int count) {
     }
 }
 
-// The largest of one row's scores times `factor`, which sees from..end - 1 of the split's tokens.
+// The largest score times `factor` of one row, which sees from..end - 1 of the split's tokens.
 ALWAYS_INLINE float find_most(const float* scores, float factor, int from, int end) {
     Floats most = broadcast(-kInfinity);
     visit_seen(from, end, [&](int i, bool partly) __attribute__((always_inline)) {
@@ -128,7 +128,7 @@ ALWAYS_INLINE float find_most(const float* scores, float factor, int from, int e
     return largest_of(most);
 }
 
-// Scores to probabilities: those of tokens that are not seen are zero. `p` may stand where the scores do. Gives the sum.
+// Turns scores into probabilities, 0 for tokens that are not seen. `p` may overwrite the scores. Returns the sum.
 template <class Left>
 ALWAYS_INLINE float soften(
     const float* scores, float factor, float most, typename Left::Value* p, int from, int end, int num_padded
@@ -145,7 +145,7 @@ ALWAYS_INLINE float soften(
     return sum_of(sum);
 }
 
-// A thread's memory for one tile.
+// A thread's working memory for one tile.
 template <class Product>
 struct Scratch {
     using Unit = typename Product::Unit;
@@ -156,11 +156,11 @@ struct Scratch {
     Part all, part, shared;
     int stride;  // of scores and p, in tokens
     Chunk<Unit> chunks[1024 / kWidth + kMaxBlocks];
-    const Unit* blocks[2 * kMaxBlocks + kAhead];  // K's, V's, and the next ones' K
+    const Unit* blocks[2 * kMaxBlocks + kAhead];  // K's, V's, and K's of the split that follows
     const Unit* following[kAhead];
 };
 
-// A block of one head of a cache; each block is [num_kv_heads][units].
+// One head's part of a block of a cache; each block is [num_kv_heads][units].
 template <class Product>
 ALWAYS_INLINE const typename Product::Unit* block_units(const Attention& a, const void* cache, int32_t block, int head) {
     const int64_t units = (int64_t)a.block_size * a.head_dim / Product::kPerUnit;
@@ -168,7 +168,7 @@ ALWAYS_INLINE const typename Product::Unit* block_units(const Attention& a, cons
     return static_cast<const typename Product::Unit*>(cache) + block * stride + head * units;
 }
 
-// The K blocks that an item's split begins with; gives how many.
+// Lists the first K blocks of an item's split, at most kAhead; returns how many.
 template <class Product>
 ALWAYS_INLINE int list_first_blocks(
     const Attention& a, const Item& item, int split, const typename Product::Unit** list
@@ -219,7 +219,7 @@ void attend_split(
         scratch.stride
     );
 
-    // -- probabilities; first each row's largest score, so that none waits for its own
+    // -- probabilities; first all rows' largest scores, so that no row waits for its own
     const int num_padded = round_up(end - begin, Product::value_tokens(a.block_size));
     const float factor = a.softcap == 0.0f ? a.scale * kLog2E : 1.0f;
     if (a.softcap != 0.0f)
@@ -258,7 +258,7 @@ void attend_split(
     multiply_values(scratch.product, scratch.p, num_tile_rows, scratch.stride, v, part.out);
 }
 
-// The group of one token.
+// Loads the queries of one token's group.
 template <class Left>
 void load_query(const Attention& a, int64_t token, int head, typename Left::Value* to) {
     const int size = a.group_size() * a.head_dim;
@@ -294,7 +294,7 @@ void store_output(const Attention& a, const Item& item, Part all) {
     });
 }
 
-// Some of the rows of one part, as a part of their own.
+// Copies some of the rows of one part to a part of their own.
 void copy_rows(Part from, int first, int num_tile_rows, int head_dim, Part to) {
     memcpy(to.most, from.most + first, sizeof(float) * num_tile_rows);
     memcpy(to.sum, from.sum + first, sizeof(float) * num_tile_rows);

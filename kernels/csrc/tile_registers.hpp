@@ -1,9 +1,9 @@
 // Intel AMX: eight registers of up to 16 rows of 64 bytes, and a product of two of them that is added to a third.
 //
-// One interface with two bodies: the instructions themselves, and a model of them in C++, by which the kernels that use
-// them run on any machine, for tests (-DTILE_MODEL). Both follow Intel's Software Developer's Manual, volume 2:
-// LDTILECFG, TILELOADD, TILESTORED, TILEZERO and TDPBF16PS. The instructions stand here as assembly, so that a compiler
-// need not know of them, and so that a register's number may be a template's argument.
+// One interface with two implementations: the instructions themselves, and a model of them in C++, with which the
+// kernels run on any machine, for tests (-DTILE_MODEL). Both follow Intel's Software Developer's Manual, volume 2:
+// LDTILECFG, TILELOADD, TILESTORED, TILEZERO and TDPBF16PS. The instructions are written as assembly, so that a
+// compiler need not know them, and so that a register's number may be a template argument.
 #pragma once
 
 #include "elements.hpp"
@@ -34,7 +34,7 @@ struct TileRegisters {
     ALWAYS_INLINE void zero() {
         asm volatile("tilezero %%tmm%c0" ::"i"(kTo));
     }
-    // Rows of memory, `stride` bytes from one to the next.
+    // Loads rows of memory, `stride` bytes from one to the next.
     template <int kTo>
     ALWAYS_INLINE void load(const void* from, int64_t stride) {
         asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTo) : "memory");
@@ -82,7 +82,7 @@ struct TileRegisters {
         for (int row = 0; row < shapes_.rows[kFrom]; ++row)
             memcpy(static_cast<char*>(to) + row * stride, bytes_[kFrom][row], shapes_.row_bytes[kFrom]);
     }
-    // Even and odd products have a sum each, and what is denormal counts as zero.
+    // Even and odd products have a sum each, and denormals count as zero.
     template <int kSum, int kLeft, int kRight>
     void multiply_add() {
         const int num_rows = shapes_.rows[kSum], num_columns = shapes_.row_bytes[kSum] / 4;

@@ -2,9 +2,9 @@
 //
 // level.cpp is compiled once for each level with that level's -m flags, so everything here is one source for all of
 // them: the vectors are GCC's and clang's own (vector_size), which become SSE2 or NEON, AVX2 or AVX-512 by the flags.
-// Only what they have no word for is asked for by name.
+// Only what they cannot express is written as intrinsics.
 //
-// Nothing here may include a C++ standard header: an inline function of it that one level compiles with AVX-512 could
+// Nothing here may include a C++ standard header: an inline function from it that one level compiles with AVX-512 could
 // be the copy that the linker keeps for all of them. For the same reason everything lives in an unnamed namespace.
 #pragma once
 
@@ -50,7 +50,7 @@ ALWAYS_INLINE int round_up(int count, int unit) { return (count + unit - 1) / un
 ALWAYS_INLINE int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }  // of the cache
 ALWAYS_INLINE Floats broadcast(float value) { return Floats{} + value; }
 
-// The larger one in each lane; the second where one is NaN.
+// The larger one in each lane; `b` where either is NaN.
 ALWAYS_INLINE Floats larger_of(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -63,7 +63,7 @@ ALWAYS_INLINE Floats larger_of(Floats a, Floats b) {
 
 ALWAYS_INLINE Floats absolute(Floats x) { return (Floats)((Words)x & 0x7FFFFFFFu); }
 
-// Anywhere in memory, whatever stands there.
+// Vectors at any address, over objects of any type.
 typedef Floats FloatsAnywhere __attribute__((aligned(1), may_alias));
 typedef Words WordsAnywhere __attribute__((aligned(1), may_alias));
 typedef Halves HalvesAnywhere __attribute__((aligned(1), may_alias));
@@ -71,7 +71,7 @@ typedef Halves HalvesAnywhere __attribute__((aligned(1), may_alias));
 ALWAYS_INLINE Words load_words(const void* from) { return *static_cast<const WordsAnywhere*>(from); }
 ALWAYS_INLINE Halves load_halves(const void* from) { return *static_cast<const HalvesAnywhere*>(from); }
 
-// The first `lanes` of a vector; the rest are zero, and the memory behind them is not touched.
+// The first `lanes` lanes of a vector; the rest are zero, and the memory past them is not touched.
 ALWAYS_INLINE Words load_words(const uint32_t* from, int lanes) {
 #if defined(__AVX512F__)
     return (Words)_mm512_maskz_loadu_epi32((__mmask16)((1u << lanes) - 1), from);
@@ -113,8 +113,8 @@ ALWAYS_INLINE Integers nearest_integers(Floats x) {
 
 #endif
 
-// a * b + c, rounded once where there is an instruction for it. Where such a sum is written out, a compiler may round it
-// once here, and twice there.
+// a * b + c, rounded once where there is an instruction for it. If such a sum is written out, a compiler may round it
+// once in one place, and twice in another.
 ALWAYS_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -125,8 +125,8 @@ ALWAYS_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// 2^x with an error of some 2e-7 of it: x = n + r, a polynomial in r on [-1/2, 1/2], and n added to the exponent (Cody
-// & Waite 1980). Below -126 it gives 2^-126, which is as good as nothing; NaN stays NaN, and 0 gives exactly 1.
+// 2^x with a relative error of some 2e-7: x = n + r, a polynomial in r on [-1/2, 1/2], and n added to the exponent
+// (Cody & Waite 1980). Below -126 the result is 2^-126, which is as good as 0; NaN stays NaN, and 0 becomes exactly 1.
 ALWAYS_INLINE Floats power_of_two(Floats x) {
     x = larger_of(broadcast(-126.0f), x);
 #if defined(__AVX512F__)
@@ -137,7 +137,7 @@ ALWAYS_INLINE Floats power_of_two(Floats x) {
 #else
     x = x > 127.0f ? broadcast(127.0f) : x;
 #endif
-    const Floats rounder = broadcast(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded to an integer
+    const Floats rounder = broadcast(12582912.0f);  // 1.5 * 2^23: adding a number to it rounds that to an integer
     const Floats shifted = x + rounder;
     const Floats n = shifted - rounder;
 #endif
@@ -180,7 +180,7 @@ ALWAYS_INLINE float largest_of(Floats x) {
 #endif
 }
 
-// Integers of 8 bits as floats.
+// 8-bit integers as floats.
 ALWAYS_INLINE Floats widen_bytes(const int8_t* from) {
 #if defined(__AVX512F__)  // GCC 12 would convert them lane by lane, here and in 256 bits
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
