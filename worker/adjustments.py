@@ -1,11 +1,11 @@
 """What changes a row's logits before a token is drawn: biases, penalties for tokens seen before, bans of tokens.
 
-In this order, as transformers and vLLM have it: `logit_bias`; `repetition_penalty` over prompt and output, which
+In this order, as in transformers and vLLM: `logit_bias`; `repetition_penalty` over prompt and output, which
 divides positive logits and multiplies negative ones (CTRL: Keskar et al. 2019, arXiv:1909.05858); `presence_penalty`
 and `frequency_penalty` over the output, which are subtracted once and per occurrence (OpenAI's rule); and stop tokens
 that come too early are forbidden.
 
-Only the cells of the tokens in question are touched, those of all rows together.
+Only the logits of the tokens in question are touched, those of all rows at once.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ _NO_TOKENS: TokenIds = np.empty(0, dtype=np.int64)
 
 
 class TokenHistory:
-    """The tokens of one request's sequences, noted by position: one that is sampled again takes its own place again.
+    """The tokens of one request's sequences, noted by position: a token that is sampled again takes the same place.
 
-    So it does not matter whether the scheduler took what a step sampled, or lost it to a preemption.
+    So it does not matter whether the scheduler accepted what a step sampled, or lost it to a preemption.
 
     Args:
         prompt_token_ids: any integers.
@@ -39,7 +39,7 @@ class TokenHistory:
         self._num_known: dict[int, int] = {}
 
     def note(self, sequence_index: int, position: int, token_ids: npt.NDArray[np.integer] | int) -> None:
-        """Tokens of a sequence from `position` on, which counts from the prompt's first token."""
+        """Notes tokens of a sequence from `position` on, which counts from the prompt's first token."""
         start = position - self._num_prompt_tokens
         end = start + np.size(token_ids)
         room = self._outputs.get(sequence_index, _NO_TOKENS)
@@ -51,7 +51,7 @@ class TokenHistory:
         self._num_known[sequence_index] = max(end, self._num_known.get(sequence_index, 0))
 
     def output(self, sequence_index: int, position: int) -> TokenIds | None:
-        """The output of a sequence before `position`; None where not all of it is known."""
+        """The output of a sequence before `position`; None if not all of it is known."""
         num_tokens = position - self._num_prompt_tokens
         if not 0 <= num_tokens <= self._num_known.get(sequence_index, 0):
             return None
@@ -61,12 +61,12 @@ class TokenHistory:
 def add_biases(
     logits: Tensor, rows: Sequence[int], token_ids: Sequence[Sequence[int]], biases: Sequence[Sequence[float]]
 ) -> None:
-    """Adds to the logits of each row's tokens; in place.
+    """Adds biases to the logits of each row's tokens; in place.
 
     Args:
         logits: [num_rows, vocabulary_size] float32.
-        rows: [R] those with biases.
-        token_ids: [R]: of each, none of which stands twice.
+        rows: [R]: those with biases.
+        token_ids: [R]: the tokens of each, none of them twice.
         biases: like `token_ids`.
     """
     summands = np.concatenate([np.array(row, dtype=np.float32) for row in biases])
@@ -81,14 +81,14 @@ def penalize_repetition(
 
     Args:
         logits: [num_rows, vocabulary_size] float32.
-        rows: [R] those with a penalty.
-        token_ids: [R]: seen by each; how often one stands there does not matter.
+        rows: [R]: those with a penalty.
+        token_ids: [R]: the tokens that each has seen; how often one occurs does not matter.
         penalties: [R].
     """
     row, column, factors = to_device(logits.device, *_cells(rows, token_ids), _spread(penalties, token_ids))
-    values = logits[row, column]  # read before any is written: a token that stands twice is penalized once
+    values = logits[row, column]  # read before any is written: a token that occurs twice is penalized once
     penalized = torch.where(values > 0, values / factors, values * factors)
-    # Of what is finite no penalty makes infinities, which no token could be drawn from.
+    # No penalty may make a finite logit infinite: no token could be drawn then.
     limit = torch.finfo(torch.float32).max
     logits[row, column] = penalized.clamp_(-limit, limit)
 
@@ -100,12 +100,12 @@ def penalize_occurrences(
     presence_penalties: Sequence[float],
     frequency_penalties: Sequence[float],
 ) -> None:
-    """Subtracts from the logits of tokens once, and per occurrence; in place.
+    """Subtracts one penalty from a token's logit once, and the other per occurrence; in place.
 
     Args:
         logits: [num_rows, vocabulary_size] float32.
-        rows: [R] those with a penalty.
-        token_ids: [R]: the output of each, as often as they stand there.
+        rows: [R]: those with a penalty.
+        token_ids: [R]: the output tokens of each, each token as often as it occurs.
         presence_penalties: [R].
         frequency_penalties: [R].
     """
@@ -121,11 +121,11 @@ def forbid(logits: Tensor, rows: Sequence[int], token_ids: Sequence[Sequence[int
 
     Args:
         logits: [num_rows, vocabulary_size] float32.
-        rows: [R] those with tokens to be forbidden.
-        token_ids: [R]: of each.
+        rows: [R]: those with tokens to be forbidden.
+        token_ids: [R]: the tokens of each.
     """
     row, column = to_device(logits.device, *_cells(rows, token_ids))
-    logits[row, column] = logits.new_full((), -torch.inf)  # made there: for a number of the host's it would wait
+    logits[row, column] = logits.new_full((), -torch.inf)  # made on the device: for a host number it would wait
 
 
 def _cells(rows: Sequence[int], token_ids: Sequence[TokenIds] | Sequence[Sequence[int]]) -> tuple[TokenIds, TokenIds]:

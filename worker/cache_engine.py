@@ -1,7 +1,7 @@
-"""The KV cache: the memory that its blocks stand in, and moving them between pools.
+"""The KV cache: the memory that holds its blocks, and moving them between pools.
 
-It knows nothing of who owns a block: the scheduler allocates, and this module does what it is told. How many there are
-is `worker.cache_size`'s affair.
+It does not know which sequence owns a block: the scheduler allocates, and this module does what it is told. How many
+blocks there are is decided in `worker.cache_size`.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ from worker.transfer import to_device
 
 Pairs = npt.NDArray[np.integer]
 
-# What is moved out and in at the start, a few times, to measure the cost of a block.
+# What is moved out and in a few times at the start, to measure the cost of moving a block.
 _MEASURED_BLOCKS = 64
 _MEASURED_BYTES = 4 << 20
 _MEASURED_ROUNDS = 5
 
-# Of madvise(2), since Linux 5.14: pages are found as if they were written, and keep what stands in them.
+# Advice of madvise(2), since Linux 5.14: populates pages as if they were written, and keeps their contents.
 _MADV_POPULATE_WRITE = 23
-_POPULATED_BYTES = 2 << 20  # at once: others that need pages of the pool wait that long
+_POPULATED_BYTES = 2 << 20  # at a time: other threads that need pages of the pool wait that long
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class CacheShape:
 
     @classmethod
     def of_model(cls, model: Model, block_size: int, dtype: torch.dtype) -> Self:
-        """What a block of this rank's part of a model holds; a block's id is the same at all ranks."""
+        """What a block holds for this rank's part of a model; a block's id is the same at all ranks."""
         return cls(len(model.layer_indexes), block_size, model.heads.kv.size, model.config.head_dim, dtype)
 
     @property
@@ -54,30 +54,30 @@ class CacheShape:
         return values * self.dtype.itemsize
 
     def of_pool(self, num_blocks: int) -> tuple[int, ...]:
-        """The shape of the tensor that holds so many blocks."""
+        """The shape of the tensor that holds `num_blocks` blocks."""
         return (self.num_layers, 2, num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Blocks that are moved between the pools: where that begins and ends."""
+    """A move of blocks between the pools: the marks at its beginning and its end."""
 
     begun: Mark
     ended: Mark
 
 
 class CacheEngine:
-    """The block pool on the model's device, and beside it a pool in CPU memory to swap blocks out to.
+    """The block pool on the model's device, and a second pool in CPU memory to swap blocks out to.
 
     Both are zero at first. `layers` are the views that the model's layers read and write.
 
     Args:
         shape: of a block.
-        num_blocks: of the pool on the device.
-        num_cpu_blocks: of the other pool.
+        num_blocks: blocks in the pool on the device.
+        num_cpu_blocks: blocks in the other pool.
         device: the model's.
-        operations: the model's, which lay K and V out in a block.
-        streams: of the device; None: those that it has.
+        operations: the model's, which decide how K and V are laid out in a block.
+        streams: of the device; None: as `streams_of` returns them.
     """
 
     def __init__(
@@ -101,26 +101,26 @@ class CacheEngine:
             self._cache = torch.zeros(shape.of_pool(num_blocks), dtype=shape.dtype, device=device)
             self._cpu_cache = torch.zeros(shape.of_pool(num_cpu_blocks), dtype=shape.dtype, pin_memory=True)
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self._cache]
-        # Blocks of the device that a swap reads or writes which the steps have not waited for, and the last such swap.
+        # Device blocks that are read or written by swaps which no step has waited for yet, and the last such swap.
         self._in_motion = np.zeros(num_blocks, dtype=bool)
         self._last_swap: Swap | None = None
 
     def populate(self, on_piece: Callable[[], None]) -> None:
-        """See the function of this name; for the pool on a CPU, from any thread."""
+        """Populates the main pool if it is on a CPU, from any thread; see the function of this name."""
         if self._device.type == "cpu":
             populate(self._cache, on_piece)
 
     def swap(self, blocks_out: Pairs, blocks_in: Pairs) -> Swap | None:
-        """Moves blocks to the CPU pool and then others back, beside the steps, behind all that were given before.
+        """Moves blocks to the CPU pool and then others back, after all steps launched before and beside those after.
 
-        The host does not wait, and no step does before `wait_for_swaps`.
+        The host does not wait, and steps wait only by `wait_for_swaps`.
 
         Args:
-            blocks_out: [n, 2] pairs of (ours, CPU's).
-            blocks_in: [n, 2] pairs of (CPU's, ours).
+            blocks_out: [n, 2] pairs of (device block, CPU block).
+            blocks_in: [n, 2] pairs of (CPU block, device block).
 
         Returns:
-            None where there is nothing to move.
+            The swap; None if there is nothing to move.
         """
         if len(blocks_out) == len(blocks_in) == 0:
             return None
@@ -140,9 +140,9 @@ class CacheEngine:
         return self._last_swap
 
     def wait_for_swaps(self, *blocks: npt.NDArray[np.integer]) -> None:
-        """To be called before a step reads or writes `blocks`: it begins once no swap moves any of them.
+        """Call it before a step reads or writes `blocks`: the step then begins once no swap moves any of them.
 
-        A step that touches none of them runs beside the swap.
+        A step that touches no block in motion runs beside the swap.
         """
         if self._last_swap is not None and any(self._in_motion[touched].any() for touched in blocks):
             self._streams.wait_for(self._last_swap.ended)
@@ -151,7 +151,7 @@ class CacheEngine:
 
     def copy(self, block_pairs: Pairs) -> None:
         """Copies blocks onto others; block_pairs: [num_pairs, 2], (from, to)."""
-        # From the host's memory, where the operation sees whether a block is both read and written.
+        # The pairs stay in host memory, where the operation can see whether a block is both read and written.
         self._operations.copy_blocks(self._cache, torch.from_numpy(block_pairs.astype(np.int64)))
 
     def clear(self, blocks: Tensor) -> None:
@@ -159,10 +159,10 @@ class CacheEngine:
         self._cache.index_fill_(2, blocks, 0)
 
     def measure_swap(self) -> float:
-        """Milliseconds that it takes to move one block from one pool to the other, in either direction; 0 without two.
+        """Milliseconds that it takes to move one block between the pools, in either direction; 0 if one has none.
 
-        To be called before anything is in the pools: it takes some tens of milliseconds, and leaves the blocks that it
-        moves zero.
+        Call it before anything is in the pools: it takes some tens of milliseconds, and zeroes the blocks that it
+        moves.
         """
         count = min(_MEASURED_BLOCKS, max(1, _MEASURED_BYTES // self.shape.block_bytes))
         blocks = np.arange(min(count, self.num_blocks, self.num_cpu_blocks))
@@ -170,7 +170,7 @@ class CacheEngine:
             return 0.0
         pairs = np.stack([blocks, blocks], axis=1)
         on_cpu, on_device = torch.from_numpy(blocks), torch.from_numpy(blocks).to(self._device)
-        self._cache.index_fill_(2, on_device, 1)  # pages that were never written are all one page, and read faster
+        self._cache.index_fill_(2, on_device, 1)  # pages never written all map to one page, and are read faster
         times_ms = []
         for _ in range(_MEASURED_ROUNDS):  # the first one warms up
             swap = self.swap(pairs, pairs)
@@ -180,18 +180,18 @@ class CacheEngine:
         self.wait_for_swaps(blocks)
         self.clear(on_device)
         self._cpu_cache.index_fill_(2, on_cpu, 0)
-        return min(times_ms) / (2 * len(blocks))  # of the round that nobody else held up
+        return min(times_ms) / (2 * len(blocks))  # of the round that was disturbed least
 
 
 def populate(pool: Tensor, on_piece: Callable[[], None]) -> None:
-    """Lets the system find memory for a pool in CPU memory before its blocks are written, where it can.
+    """Has the system find pages for a pool in CPU memory before its blocks are written, where it can.
 
-    Who writes to a huge page first waits milliseconds until the system has one and has cleared it, and a prompt writes
-    to dozens. What stands in the pool stays, so it may be in use meanwhile; takes a second for some hundreds of MiB.
+    The first write to a huge page waits milliseconds until the system has found and cleared one, and a prompt writes to
+    dozens. The pool's contents stay, so it may be in use meanwhile; this takes a second for some hundreds of MiB.
 
     Args:
         pool: in CPU memory.
-        on_piece: called behind each piece of some milliseconds; the next one waits for it.
+        on_piece: called after each piece, which takes some milliseconds; the next one waits for it to return.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or pool.numel() == 0:
@@ -208,8 +208,8 @@ def populate(pool: Tensor, on_piece: Callable[[], None]) -> None:
 def _map(shape: CacheShape, num_blocks: int) -> Tensor:
     """A pool in CPU memory, of zero pages that cost nothing until they are written; torch.zeros writes them all.
 
-    It lies there block by block, each with all its layers: the first block of SmolLM2-135M takes one huge page, and
-    not one for each of K and V in 30 layers (120 MiB, and up to 300 ms), and a block is moved in one piece.
+    It is laid out block by block, each with all its layers: the first block of SmolLM2-135M takes one huge page rather
+    than one for each of K and V in 30 layers (120 MiB, and up to 300 ms), and a block is moved in one piece.
     """
     if num_blocks == 0:
         return torch.zeros(shape.of_pool(0), dtype=shape.dtype)

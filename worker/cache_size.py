@@ -1,4 +1,4 @@
-"""How many blocks the KV cache and its swap pool have, and in words why."""
+"""How many blocks the KV cache and its swap pool have, and why, in words."""
 
 import os
 from dataclasses import dataclass
@@ -6,25 +6,25 @@ from pathlib import Path
 
 from worker.cache_engine import CacheShape
 
-# What a CPU worker takes when nobody says how much: as much as the checkpoint, since who can hold the one can hold the
-# other, but room for so many sequences of full length, so that no one of them has all of it; and at most this share of
-# the memory that is left. The prefix cache fills every block in time, so a generous pool would not stay the zero pages
-# that it is at first.
+# What a CPU worker takes by default: as much as the checkpoint, since a host that can hold the one can hold the other,
+# but room for at least this many sequences of full length, so that no single one takes all of it; and at most this
+# share of the memory that is left. The prefix cache fills every block in time, so a generous pool would not stay the
+# zero pages that it is at first.
 _DEFAULT_SEQUENCES = 2
 _DEFAULT_SHARE = 0.25
-# The same for the swap pool, beside the cache; it never has more blocks than the cache, whose blocks go there.
+# The most that the swap pool takes by default; it never has more blocks than the cache, whose blocks go there.
 _DEFAULT_SWAP_CAP_BYTES = 1 << 30
 
-# Samples of the largest step that a cache is sized beside: their logits are its largest tensors.
+# Samples of the largest step that the cache leaves room for: their logits are that step's largest tensors.
 PROFILED_SAMPLES = 256
-# Bytes for each of those logits, measured with filters and log-probabilities for all, on distributions as models have
-# them; flat ones, whose nuclei hold most of the vocabulary, take up to five times as much.
+# Bytes for each of those logits, measured with filters and log-probabilities for all, on distributions that are typical
+# of models; flat ones, whose nuclei hold most of the vocabulary, take up to five times as much.
 _LOGIT_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """How many blocks, and in words how that came about."""
+    """How many blocks, and how that came about, in words."""
 
     num_blocks: int
     note: str
@@ -32,13 +32,13 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a GPU's memory is taken by before there is a KV cache.
+    """What takes a GPU's memory before there is a KV cache.
 
     Attributes:
         total_bytes: of the device.
-        resident_bytes: that stay: weights, libraries, other processes.
-        step_bytes: that the largest step took beside them at its peak.
-        graph_bytes: that CUDA graphs took.
+        resident_bytes: what stays: weights, libraries, other processes.
+        step_bytes: what the largest step took beyond them at its peak.
+        graph_bytes: what CUDA graphs took.
     """
 
     total_bytes: int
@@ -55,13 +55,13 @@ class Profile:
 def size_as_told(
     shape: CacheShape, num_gpu_blocks: int | None, kv_cache_bytes: int | None, room_bytes: int | None = None
 ) -> CacheSize | None:
-    """The size that the settings name, by blocks or else by bytes; None when they name none.
+    """The size that the settings name, by blocks or else by bytes; None if they name none.
 
     Args:
         shape: of a block.
         num_gpu_blocks: as told by --num-gpu-blocks.
         kv_cache_bytes: as told by --kv-cache-bytes.
-        room_bytes: what there is for it; None: nobody looks.
+        room_bytes: how much there is for it; None: not checked.
 
     Raises:
         ValueError: that is less than one block, or more than there is room for.
@@ -106,7 +106,7 @@ def size_on_cpu(shape: CacheShape, context_length: int, checkpoint_bytes: int, r
 
 
 def size_on_gpu(shape: CacheShape, profile: Profile, gpu_memory_utilization: float) -> CacheSize:
-    """What is left of our share of the GPU's memory beside all else.
+    """The size that fills what all else leaves of our share of the GPU's memory.
 
     Args:
         shape: of a block.
@@ -135,12 +135,12 @@ def count_swap_blocks(shape: CacheShape, swap_bytes: int | None, num_blocks: int
 
     Args:
         shape: of a block.
-        swap_bytes: as told by --swap-bytes; None when nobody says.
+        swap_bytes: as told by --swap-bytes; None if it is not given.
         num_blocks: of the cache.
-        available_bytes: of CPU memory, beside the weights and the cache.
+        available_bytes: of CPU memory, besides the weights and the cache.
 
     Raises:
-        ValueError: it is told to take more than there is.
+        ValueError: `swap_bytes` is more than there is.
     """
     if swap_bytes is not None:
         if swap_bytes > max(0, available_bytes):
@@ -154,12 +154,12 @@ def count_swap_blocks(shape: CacheShape, swap_bytes: int | None, num_blocks: int
 
 
 def largest_logits_bytes(vocabulary_size: int) -> int:
-    """What the logits of the largest step take on a CPU, where nobody runs it to see."""
+    """What the logits of the largest step take on a CPU, where that step is not run to measure it."""
     return PROFILED_SAMPLES * vocabulary_size * _LOGIT_BYTES
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: what the machine has, or what the container's limit leaves if less."""
+    """Bytes that this process may still take: what the machine has, or, if less, what the container's limit leaves."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -169,7 +169,7 @@ def available_memory() -> int:
 
 
 def _left_in_container(group: Path, otherwise: int) -> int:
-    """What a control group's limit leaves; `otherwise` where it has none."""
+    """What a control group's limit leaves; `otherwise` if it has none."""
     try:
         limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
         rows = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -177,7 +177,7 @@ def _left_in_container(group: Path, otherwise: int) -> int:
         return otherwise
     if limit == "max":
         return otherwise
-    # Pages of files, the checkpoint's among them, count as used, but the kernel takes them back before it kills.
+    # Pages of files, the checkpoint's among them, count as used, but the kernel reclaims them before it kills.
     cached = int(rows.get("active_file", 0)) + int(rows.get("inactive_file", 0))
     return max(0, int(limit) - used + cached)
 

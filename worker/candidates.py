@@ -1,9 +1,9 @@
-"""The most probable tokens of a sample, out of which the scheduler's beam search makes hypotheses; nothing is drawn.
+"""The most probable tokens of a sample, from which the scheduler's beam search makes hypotheses; nothing is drawn.
 
-Log-probabilities are under the model's own distribution. What min_tokens forbids is struck out after that distribution
-was made, as transformers does, whose processors act on the log_softmax of the logits in a beam search. Where fewer
-tokens are possible than candidates are asked for, the impossible ones among the candidates have -inf, and are sent like
-the others: the scheduler drops them.
+Log-probabilities are under the model's own distribution. What min_tokens forbids is removed after that distribution is
+made, as in transformers, whose processors act on the log_softmax of the logits in a beam search. If fewer tokens are
+possible than candidates are asked for, the impossible ones among the candidates have -inf, and are sent like the
+others: the scheduler drops them.
 """
 
 from collections.abc import Sequence

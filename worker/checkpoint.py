@@ -1,4 +1,4 @@
-"""Where a model's files are, and what config.json says of any architecture; the weights are `worker.weights`' work."""
+"""Where a model's files are, and what config.json says of any architecture; `worker.weights` reads the weights."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import huggingface_hub
 import torch
 
-# Weights without pickle, and the numbers that explain them; the tokenizer's files are the router's.
+# Weights without pickle, and the numbers that describe them; the router fetches the tokenizer's files.
 _FILES = ["*.safetensors", "*.safetensors.index.json", "config.json"]
 _DUPLICATES = ["original/*", "consolidated*"]
 
@@ -15,18 +15,18 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 class ModelError(Exception):
-    """The model can not be loaded; the message says why to the person who named it."""
+    """The model cannot be loaded; the message tells the person who named it why."""
 
 
 class UnsupportedModel(ModelError):
-    """The checkpoint asks for what is not built."""
+    """The checkpoint asks for something that is not built."""
 
 
 def find_checkpoint(model: str) -> Path:
     """The directory of a model: `model` itself, or the local snapshot of that name on the hub, fetched when needed.
 
     Raises:
-        ModelError: there is no such directory and no such hub name, or the hub can not be reached.
+        ModelError: there is no such directory and no such hub name, or the hub cannot be reached.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -34,9 +34,9 @@ def find_checkpoint(model: str) -> Path:
     if model.startswith(("/", ".", "~")):
         raise ModelError(f"there is no directory {path}")
     try:
-        # By its full name, which loads what it needs only now: an HTTP client of 8 MB.
+        # Named in full, so that what it needs is imported only now: an HTTP client of 8 MB.
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_DUPLICATES))
-    except (OSError, ValueError) as error:  # the hub's own errors are these two
+    except (OSError, ValueError) as error:  # the hub's own errors are of these two types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"{model!r} is neither a directory here nor a model that the hub gives us: {reason}"
@@ -49,10 +49,10 @@ def checkpoint_name(model: str) -> str:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json.
+    """The contents of config.json.
 
     Raises:
-        ModelError: it is not there, or no JSON object.
+        ModelError: it is missing, or not a JSON object.
     """
     path = directory / "config.json"
     try:
@@ -68,7 +68,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def checkpoint_dtype(config: dict[str, Any]) -> torch.dtype:
-    """The dtype that the checkpoint was saved in (float32 where it does not say, as Hugging Face reads it).
+    """The dtype that the checkpoint was saved in (float32 if it does not say, as in Hugging Face).
 
     Raises:
         UnsupportedModel: the model does not run in it.

@@ -107,7 +107,7 @@ class WorkerSettings(ServerTlsSettings):
 
     @property
     def num_ranks(self) -> int:
-        """Of a worker."""
+        """The number of ranks of a worker."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @field_validator("model")

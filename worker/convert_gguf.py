@@ -49,7 +49,7 @@ _PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-2": ByteLevel(add_prefix_space=False),
     "smollm": Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
 }
-# GGUF's token_type. Both are found whole in a text; only the first are special, and do not come out as text.
+# Values of GGUF's token_type. Tokens of both are matched whole in a text; only the first are special, and not decoded.
 _CONTROL_TOKEN = 3
 _USER_DEFINED_TOKEN = 4
 # Hugging Face's name of a token's id -> GGUF's word for it.
@@ -57,15 +57,15 @@ _GENERATION_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id":
 
 
 class ConversionError(Exception):
-    """The file can not be converted; the message says why."""
+    """The file cannot be converted; the message says why."""
 
 
 def convert(source: Path, target: Path) -> None:
     """Writes the checkpoint.
 
     Raises:
-        ConversionError: the file is none that this converter knows, or `target` exists.
-        OSError: a file can not be read or written.
+        ConversionError: this converter does not know such a file, or `target` exists.
+        OSError: a file cannot be read or written.
     """
     if target.exists():
         raise ConversionError(f"{target} exists already")
@@ -89,7 +89,7 @@ def convert(source: Path, target: Path) -> None:
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
         partial.chmod(0o755)  # mkdtemp's folders, and safetensors' files, are for their owner alone
         (partial / "model.safetensors").chmod(0o644)
-        for path in partial.iterdir():  # else the name may outlive a power cut, and the content not
+        for path in partial.iterdir():  # else the name may outlive a power cut, but not the content
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         partial.rename(target)
@@ -107,7 +107,7 @@ def _read(source: Path) -> tuple[list[ReaderTensor], dict[str, Any]]:
     try:
         reader = GGUFReader(source)
         return reader.tensors, {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, LookupError, TypeError, OverflowError) as error:  # as the bytes have it
+    except (ValueError, LookupError, TypeError, OverflowError) as error:  # depending on what the bytes are
         raise ConversionError(f"it is damaged or cut short, so fetch it again: {error}") from error
 
 
@@ -122,7 +122,7 @@ def _name(name: str) -> str:
 
 
 def _check_tensors(entries: dict[str, ReaderTensor], config: dict[str, Any]) -> None:
-    """Refuses tensors that are not, by name and shape, those for which the worker will look."""
+    """Refuses tensors whose names and shapes are not those that the worker will look for."""
     if config["num_hidden_layers"] > len(entries):
         raise ConversionError(f"llama.block_count is {config['num_hidden_layers']}, but it has {len(entries)} tensors")
     numbers, nowhere = LlamaConfig.from_json(config, context_length=1), torch.device("meta")
@@ -133,7 +133,7 @@ def _check_tensors(entries: dict[str, ReaderTensor], config: dict[str, Any]) -> 
     if unexpected := entries.keys() - targets.keys():
         raise ConversionError(f"it holds {listed(unexpected)}, which its metadata have no place for")
     for name, target in targets.items():
-        assert isinstance(target, Tensor)  # all of it, since no other rank shares it
+        assert isinstance(target, Tensor)  # a whole one, since no other rank shares it
         found, meant = entries[name].shape.tolist()[::-1], list(target.shape)
         if found != meant:
             raise ConversionError(f"{name} is {found}, but the metadata mean {meant}; fetch it again, or another one")
@@ -147,7 +147,7 @@ def _tensors(entries: dict[str, ReaderTensor], config: dict[str, Any]) -> Iterat
             values = dequantize(entry.data, entry.tensor_type)
         except NotImplementedError as error:
             raise ConversionError(f"tensor {entry.name} can not be read: {error}") from error
-        # Tensors that are not quantized come as a read-only view of the file, which torch does not take.
+        # Tensors that are not quantized come as a read-only view of the file, which torch does not accept.
         rows = torch.from_numpy(np.require(values, requirements="W"))
         projection = name.split(".")[-2]
         if projection in heads:
@@ -197,7 +197,7 @@ def _config(metadata: dict[str, Any], tensor_names: Collection[str]) -> dict[str
 def _number(
     metadata: dict[str, Any], name: str, kind: type[int] | type[float] = int, default: float | None = None
 ) -> Any:
-    """A positive number of the architecture; without a default, one that has to be there."""
+    """A positive number of the architecture; without a default, it has to be there."""
     value = _lookup(metadata, f"llama.{name}", default)
     if not isinstance(value, kind) or not value > 0:
         raise ConversionError(f"llama.{name} is {value!r}, and has to be a positive {kind.__name__}")
@@ -219,7 +219,7 @@ def _lookup(metadata: dict[str, Any], key: str, default: Any = None) -> Any:
 
 
 def _special_ids(metadata: dict[str, Any], kinds: dict[str, str]) -> dict[str, int]:
-    """By Hugging Face's names, of those that the file has; see `_GENERATION_IDS`."""
+    """The ids that the file has, by Hugging Face's names; see `_GENERATION_IDS`."""
     ids, num_tokens = {}, len(_list(metadata, "tokenizer.ggml.tokens"))
     for name, kind in kinds.items():
         key = f"tokenizer.ggml.{kind}_token_id"
@@ -243,7 +243,7 @@ def _write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
     merges = [tuple(merge.split(" ")) for merge in _list(metadata, "tokenizer.ggml.merges")]
     try:
         tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    except Exception as error:  # tokenizers has no class of its own
+    except Exception as error:  # tokenizers has no exception of its own
         raise ConversionError(f"tokenizer.ggml.merges do not fit the tokens: {error}") from error
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre_tokenizer]
     tokenizer.decoder = ByteLevelDecoder()

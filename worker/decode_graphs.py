@@ -1,11 +1,11 @@
-"""Decode steps as CUDA graphs: recorded once for each of a ladder of batch sizes, and replayed at one launch a step.
+"""Decode steps as CUDA graphs: recorded once for each of a ladder of batch sizes, replayed with one launch per step.
 
 A forward pass of thirty layers is some hundreds of launches, and the host takes longer for each than the GPU does for a
 small batch. A recorded pass reads the same memory every time, so a step's inputs are copied there. A batch between two
-rungs of the ladder is padded, by rows of one token that have no context and no slot: they write nothing and get zeros.
+rungs of the ladder is padded with rows of one token that have no context and no slot: they write nothing and get zeros.
 
-All are recorded at the start, not when they are first needed: while one is, no thread may give the device other work,
-and what Triton compiles for its batch size would hold up everybody for seconds.
+All graphs are recorded at the start, not when they are first needed: during a recording, no thread may give the device
+other work, and what Triton compiles for a batch size would hold up all requests for seconds.
 """
 
 import logging
@@ -26,12 +26,12 @@ from worker.layers.attention import AttentionMetadata
 MOST_ROWS = 256
 _SMALL_SIZES = (1, 2, 4, 8)
 _SPACING = 16
-# Between two lines of the log that tell how far the recording has come.
+# Between two log lines about the progress of the recording.
 _SILENCE_S = 2.0
 
 log = logging.getLogger(__name__)
 
-# A model's forward pass over tokens (ids, positions) that stand where the metadata say; [num_tokens, hidden_size].
+# A model's forward pass over tokens (ids, positions) that are where the metadata say; [num_tokens, hidden_size].
 Forward = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
 
 
@@ -39,7 +39,7 @@ class Recorder(Protocol):
     """Records what a function does on the device."""
 
     def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What does the same again on the same memory; gives the tensor that holds the result, the same every time."""
+        """A function that does the same again on the same memory; it returns the same result tensor every time."""
 
 
 def ladder(most_rows: int) -> list[int]:
@@ -55,12 +55,12 @@ class DecodeGraphs:
     """A forward pass for batches of one token a row.
 
     Args:
-        forward: that is recorded; it may look at nothing on the device.
-        record: that records it.
-        most_rows: of a batch.
-        block_size: tokens of a block.
-        context_length: most tokens of a row's context.
-        device: where all is.
+        forward: the pass to record; it must not look at what is on the device.
+        record: records it.
+        most_rows: most rows of a batch.
+        block_size: tokens in a block.
+        context_length: most tokens in a row's context.
+        device: where everything is.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DecodeGraphs:
         self._sizes = ladder(most_rows)
         most_blocks = -(-context_length // block_size)
         largest = self._sizes[-1]
-        # What every graph reads, the smaller ones the beginning of it.
+        # What every graph reads; the smaller ones read the beginning of it.
         self._tokens = torch.zeros(3 * largest, dtype=torch.int64, device=device)
         self._tables = torch.zeros(largest, most_blocks, dtype=torch.int32, device=device)
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
@@ -85,7 +85,7 @@ class DecodeGraphs:
         self._replays = self._record(forward, record)
 
     def size_for(self, num_rows: int, num_tokens: int) -> int | None:
-        """The rows that a step is to be padded to; None where no graph runs it."""
+        """The number of rows to pad a step to; None if no graph runs it."""
         if num_tokens != num_rows or not 0 < num_rows <= self._sizes[-1]:
             return None
         return self._sizes[bisect_left(self._sizes, num_rows)]
@@ -94,7 +94,7 @@ class DecodeGraphs:
         """Hidden states of a padded step, [size, hidden_size]; they stay until the next call of any size.
 
         Args:
-            inputs: of `size_for` rows.
+            inputs: with as many rows as `size_for` says.
         """
         tokens, metadata = self._inputs(len(inputs.token_ids))
         tables = inputs.attention.block_tables
@@ -104,7 +104,7 @@ class DecodeGraphs:
         return self._replays[len(inputs.token_ids)]()
 
     def _inputs(self, size: int) -> tuple[Tensor, AttentionMetadata]:
-        """What the graph of a size reads: its tokens as in `ModelInputs.tokens`, and where they stand."""
+        """What the graph of a size reads: its tokens as in `ModelInputs.tokens`, and where they are in the cache."""
         tokens = self._tokens[: 3 * size].view(3, size)
         places = (tokens[2], self._tables[:size], self._starts[: size + 1], self._contexts[:size])
         return tokens, AttentionMetadata(*places, self._bounds)
@@ -127,11 +127,11 @@ class DecodeGraphs:
 
 class CudaRecorder:
     """Records into CUDA graphs that share one pool of memory: they are replayed one after the other, never two at once,
-    and what one leaves is used before the next begins.
+    and the result of one is used before the next begins.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # One stream for all: only so do they share memory, and cuBLAS has its workspace there before it is recorded.
+        # One stream for all: only then do they share memory, and cuBLAS has its workspace there before it is recorded.
         self._stream = torch.cuda.Stream(device)
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
@@ -140,7 +140,7 @@ class CudaRecorder:
         """See `Recorder`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            run()  # what is compiled or loaded at the first time can not be recorded
+            run()  # what a first run compiles or loads cannot be recorded
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = run()

@@ -1,7 +1,7 @@
 """From the columns of an ExecuteModelRequest to the tensors that a model takes.
 
 `read_step` checks everything that could make the worker read or write where it must not; `make_inputs` computes
-indices; both by numpy over whole columns. What a request has sampled is the runner's: ids of -1 stay for it to fill.
+indices; both use numpy on whole columns. Only the runner knows what a request has sampled: it fills in the ids of -1.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from protos.worker_pb2 import ExecuteModelRequest, NewRequest
 from worker.layers.attention import AttentionMetadata
 from worker.transfer import Array, to_device
 
-# In place of a token id: the token that the row's sequence sampled last.
+# Stands in for the id of the token that the row's sequence sampled last.
 LAST_SAMPLED = -1
 
-# Up to so many entries Python finds the least and the most before numpy has begun. Calls of numpy are what reading a
-# small step costs, in caches that a pass over the weights has swept.
+# Up to this many entries, Python finds the least and the greatest before numpy has begun. The cost of reading a small
+# step is that of its numpy calls, since a pass over the weights has emptied the CPU's caches.
 _FEW = 64
 _MOST_ENTRIES = 2**31 - 1
 
@@ -30,11 +30,11 @@ _NONE: Integers = np.empty(0, dtype=np.int32)
 
 
 class MalformedStep(Exception):
-    """A step that no scheduler of ours sends; nothing was done.
+    """A step that none of our schedulers would send; nothing was computed.
 
     Args:
         field: the request's field at fault.
-        description: what would be right.
+        description: what is wrong with it.
     """
 
     def __init__(self, field: str, description: str) -> None:
@@ -60,8 +60,8 @@ class Step:
     """The checked columns of a request.
 
     Rows are sequences. `query_starts` and `table_starts` have one entry more than there are rows. Pairs are
-    [num_pairs, 2]. `token_ids` alone may be written. `samples` are (request id, sequence index, position) of each token
-    that the step samples.
+    [num_pairs, 2]. Only `token_ids` may be written to. `samples` has (request id, sequence index, position) for each
+    token that the step samples.
     """
 
     request_ids: Integers
@@ -163,7 +163,7 @@ class ModelInputs:
 
     Attributes:
         tokens: [3, num_tokens] int64: each token's id, its position, 0-based in its own sequence, and its slot.
-        attention: where the tokens stand in the cache.
+        attention: where the tokens are in the cache.
     """
 
     tokens: Tensor
@@ -186,12 +186,12 @@ def make_inputs(
     """The tensors of a step, and of other arrays; the device gets them all in one transfer.
 
     Args:
-        step: that has been read.
-        block_size: tokens of a block.
+        step: as `read_step` returned it.
+        block_size: tokens in a block.
         device: of the model.
-        others: what else the step needs there.
-        num_padding: rows to be added, each of one token without a context and a slot: it writes nothing, and kernels
-            that are recorded as a CUDA graph give it zeros.
+        others: other arrays that the step needs there.
+        num_padding: rows to add, each of one token that has no context and no slot: it writes nothing, and kernels
+            that are recorded as a CUDA graph return zeros for it.
     """
     num_rows, num_tokens = len(step.context_lengths), len(step.token_ids)
     bounds = _batch_bounds(step)
@@ -207,7 +207,7 @@ def make_inputs(
     tokens[2, :num_tokens] = blocks * block_size + positions % block_size
     tokens[2, num_tokens:] = -1
 
-    # Tables as a matrix: as wide as the longest context needs, shorter rows repeat their last block.
+    # Tables as a matrix, as wide as the longest context needs; shorter rows repeat their last block.
     columns = np.arange(-(-(bounds.longest_context or 0) // block_size))
     indices = step.table_starts[:-1, None] + np.minimum(columns, _last_blocks(step, block_size)[:, None])
     tables, starts, contexts = step.block_tables[indices], step.query_starts, step.context_lengths
@@ -224,9 +224,9 @@ def make_inputs(
 
 
 def entered_blocks(step: Step, block_size: int) -> npt.NDArray[np.int64]:
-    """The blocks behind whose last token no KV of their sequence stands yet.
+    """The last block of each row, if it holds no KV of its sequence before this step.
 
-    Only the last block of a row can have slots behind the context; it is new when this step writes its first slot.
+    Only the last block of a row can have slots beyond the context; it is new if this step writes its first slot.
     """
     last = _last_blocks(step, block_size)
     blocks = step.block_tables[step.table_starts[:-1] + last]
@@ -239,7 +239,7 @@ def _last_blocks(step: Step, block_size: int) -> Integers:
 
 
 def _batch_bounds(step: Step) -> BatchBounds:
-    """What is known here of the rows' lengths, and would have to be asked of the device later."""
+    """What is known of the rows' lengths here, and would later have to be read back from the device."""
     if len(step.context_lengths) == 0:
         return BatchBounds()
     fewest_queries, most_queries = _extremes(step.query_starts[1:] - step.query_starts[:-1])
@@ -262,7 +262,7 @@ def read_column(request: ExecuteModelRequest | NewRequest, field: str, length: i
 
 
 def check_token_ids(field: str, token_ids: Integers, limits: StepLimits) -> None:
-    """Raises MalformedStep unless all are of the vocabulary."""
+    """Raises MalformedStep unless all are in the vocabulary."""
     _check_range(field, token_ids, 0, limits.vocabulary_size - 1)
 
 
@@ -278,7 +278,7 @@ def _pairs(request: ExecuteModelRequest, field: str, from_limit: int, to_limit: 
 
 
 def _starts(lengths: Integers) -> Integers:
-    """0, and the running sum of `lengths`; by Python's integers, so that no sum of int32 wraps around."""
+    """0, then the running sums of `lengths`; computed with Python's integers, so that no int32 sum wraps around."""
     starts = [0, *accumulate(lengths.tolist())]
     if starts[-1] > _MOST_ENTRIES:
         raise MalformedStep("num_new_tokens, block_table_lengths", "more entries than int32 counts")
@@ -296,7 +296,7 @@ def _check_range(field: str, column: Integers, least: int, most: int | None) -> 
 
 
 def _extremes(column: Integers) -> tuple[int, int]:
-    """The least and the greatest entry; there has to be one."""
+    """The least and the greatest entry; there has to be at least one."""
     if len(column) > _FEW:
         return int(column.min()), int(column.max())
     entries = column.tolist()

@@ -1,7 +1,7 @@
 """The token that each live sequence sampled last, kept on the device, where the next step needs it.
 
-The host knows whose place is whose and never what stands in it, so a step can be given to the device before the one
-before it has been computed.
+The host knows which place is which sequence's, but never what is in it, so a step can be launched before the previous
+one has been computed.
 """
 
 import torch
@@ -11,7 +11,7 @@ _FEWEST_PLACES = 256
 
 
 class LastTokens:
-    """Token ids by place. Who gives a place back may be followed by another at once: steps use places in order."""
+    """Token ids by place. A place that is given back may be taken again at once: the device runs the steps in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._token_ids = torch.zeros(_FEWEST_PLACES, dtype=torch.int64, device=device)
@@ -19,11 +19,11 @@ class LastTokens:
 
     @property
     def num_taken(self) -> int:
-        """Places that somebody has."""
+        """Places that are taken."""
         return len(self._token_ids) - len(self._free)
 
     def take(self) -> int:
-        """A place of one's own; what stands there is anything, until a step has written to it."""
+        """Takes a free place; its content is arbitrary until a step has written to it."""
         if not self._free:
             num_places = len(self._token_ids)
             self._token_ids = torch.cat([self._token_ids, torch.zeros_like(self._token_ids)])
@@ -31,7 +31,7 @@ class LastTokens:
         return self._free.pop()
 
     def give_back(self, place: int) -> None:
-        """The opposite of `take`."""
+        """Frees a place that `take` returned."""
         self._free.append(place)
 
     def read(self, places: Tensor) -> Tensor:
@@ -39,5 +39,5 @@ class LastTokens:
         return self._token_ids.index_select(0, places)
 
     def write(self, places: Tensor, token_ids: Tensor) -> None:
-        """Puts tokens there, both [n] int64."""
+        """Writes tokens to these places, both [n] int64."""
         self._token_ids.index_copy_(0, places, token_ids)

@@ -1,7 +1,7 @@
 """What the worker remembers of requests between steps.
 
-That is little: how each live request samples, and where the token that each of its sequences sampled last is kept; of a
-request with penalties all its tokens, of one that wants its prompt's log-probabilities the prompt. Everything else
+That is little: how each live request samples, and where the token that each of its sequences sampled last is kept; for
+a request with penalties, all its tokens; for one that wants its prompt's log-probabilities, the prompt. Everything else
 arrives with every step.
 """
 
@@ -23,9 +23,9 @@ class LiveRequest:
 
     Attributes:
         parameters: how it samples.
-        prompt_token_ids: empty where nothing depends on them.
-        history: set where something depends on the tokens before.
-        places: in `LastTokens`, of each sequence that has sampled a token, by its index.
+        prompt_token_ids: empty if nothing depends on them.
+        history: set if something depends on earlier tokens.
+        places: the place in `LastTokens` of each sequence that has sampled a token, by the sequence's index.
     """
 
     parameters: SamplingParameters
@@ -35,7 +35,7 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """All of them, by the scheduler's numbers.
+    """All live requests, by the ids that the scheduler gives them.
 
     Args:
         limits: what ids have to keep within.
@@ -51,10 +51,10 @@ class LiveRequests:
         return len(self._requests)
 
     def note(self, request: ExecuteModelRequest, step: Step) -> None:
-        """Forgets finished requests, then learns of new ones: an id may come back in the same step.
+        """Forgets finished requests, then notes new ones: an id may be used again in the same step.
 
         Raises:
-            MalformedStep: a new one makes no sense; those before it have been noted.
+            MalformedStep: a new one is invalid; those before it have been noted.
         """
         for request_id in step.finished_request_ids.tolist():
             self._forget(request_id)
@@ -98,8 +98,8 @@ class LiveRequests:
         """What is to be drawn from the logits of each sample row.
 
         Args:
-            step: whose requests have been noted.
-            settle: called before the first look at a history; whatever was sampled until then is in it afterwards.
+            step: one whose requests have been noted.
+            settle: called before the first look at a history; all that was sampled until then is in it afterwards.
         """
         samples = []
         settled = False
@@ -120,7 +120,7 @@ class LiveRequests:
         return samples
 
     def prompt_targets(self, step: Step) -> list[tuple[Integers, int]]:
-        """Of each row that tells of prompt tokens: which these are, and how many others each comes with."""
+        """For each row that reports prompt tokens: which ones, and how many of the best tokens come with each."""
         targets = []
         for row, start in zip(step.prompt_logprob_rows.tolist(), step.prompt_logprob_starts.tolist(), strict=True):
             live = self._requests.get(int(step.request_ids[row]))
@@ -133,7 +133,7 @@ class LiveRequests:
         return targets
 
     def places_to_read(self, step: Step) -> tuple[list[int], list[int]]:
-        """The tokens of the step that stand for what was sampled last, by index, and the place of each."""
+        """Indices of the step's tokens that stand for what was sampled last, and the place of each."""
         unknown = np.flatnonzero(step.token_ids == LAST_SAMPLED)
         if len(unknown) == 0:
             return [], []
@@ -151,10 +151,10 @@ class LiveRequests:
         return unknown.tolist(), places
 
     def places_to_write(self, step: Step) -> tuple[list[int], list[int]]:
-        """The samples that are kept, by index, and a place for each.
+        """Indices of the samples that are kept, and a place for each.
 
-        Candidates are not: which of them goes on, and as which sequence, only the scheduler knows. Of a sequence with
-        several samples, of which the scheduler chooses too, any one is, and nobody asks for it.
+        Candidates are not kept: which of them goes on, and as which sequence, only the scheduler knows. If a sequence
+        has several samples, among which the scheduler chooses as well, any one is kept, and no step asks for it.
         """
         samples, places = [], []
         for index, (request_id, sequence_index, _) in enumerate(step.samples):

@@ -50,7 +50,7 @@ class LoadedWorker:
 
     Attributes:
         runner: ready for steps.
-        info: the answer to GetInfo, but for the epoch.
+        info: the answer to GetInfo, except for the epoch.
     """
 
     runner: ModelRunner
@@ -64,12 +64,12 @@ def load_worker(
 
     Args:
         settings: of the worker.
-        ranks: that share the model out; all of them load at the same time.
-        host: what of it is this rank's.
-        device: that it computes on, prepared; None: it is prepared here.
+        ranks: those that share the model; all of them load at the same time.
+        host: this rank's part of it.
+        device: the one to compute on, already prepared; None: it is prepared here.
 
     Raises:
-        ModelError: the model, or a cache for it, can not be had; the message says why.
+        ModelError: the model cannot be loaded, or there is no room for its cache; the message says why.
     """
     clock = _Clock()
     device = device or prepare_device(settings, host)
@@ -128,18 +128,19 @@ def load_worker(
     worker = warm_up(runner, cache, name=name, dtype=dtype, kv_cache_note=size.note, quantization=settings.quantization)
     if ranks.place.num_stages > 1:
         worker.info.num_concurrent_steps = ranks.place.num_stages
-        worker.info.swap_ms_per_block *= ranks.place.num_stages  # each stage moves its layers of it
+        worker.info.swap_ms_per_block *= ranks.place.num_stages  # each stage moves its own layers of a block
     give_back_freed_memory()
     clock.log("warmed up", swap_ms_per_block=round(worker.info.swap_ms_per_block, 4))
     return worker
 
 
 def prepare_device(settings: WorkerSettings, host: Host = WHOLE_HOST) -> torch.device:
-    """The device to compute on, with the threads that are to. Not to be called again by a thread that has: it is bound
-    to one core then, and would take that for all there are.
+    """Chooses the device and sets up its compute threads.
+
+    Call it once per thread: afterwards the thread is bound to one core, and a second call would take that one for all.
 
     Raises:
-        ModelError: there is none as told.
+        ModelError: this host has no such device as the settings ask for.
     """
     cores = host.cores(os.sched_getaffinity(0))
     if host.num_ranks > 1:
@@ -157,10 +158,10 @@ def prepare_device(settings: WorkerSettings, host: Host = WHOLE_HOST) -> torch.d
 
 
 def choose_quantization(settings: WorkerSettings, device: torch.device) -> Callable[[Operations], Operations] | None:
-    """What makes of a model's operations those that the settings want; None where they are right as they are.
+    """Returns what turns a model's operations into those that the settings ask for; None if they need no change.
 
     Raises:
-        ModelError: it is not built for the device.
+        ModelError: the quantization is not built for the device.
     """
     if settings.quantization == "none":
         return None
@@ -178,10 +179,10 @@ def warm_up(
     kv_cache_note: str,
     quantization: str = "none",
 ) -> LoadedWorker:
-    """The worker: has run what a first step would wait for, and measured what moving a block costs.
+    """Runs what a first step would wait for, measures what moving a block costs, and returns the worker.
 
     Args:
-        runner: that has done nothing yet.
+        runner: has run no step yet.
         cache: the runner's.
         name: of the model.
         dtype: of its weights.
@@ -201,7 +202,7 @@ def warm_up(
         num_cpu_blocks=limits.num_cpu_blocks,
         kv_cache_note=kv_cache_note,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        # Behind the prompt: the pages of the cache's first blocks are there.
+        # After the prompt, when the pages of the cache's first blocks are there.
         swap_ms_per_block=cache.measure_swap(),
         quantization=quantization,
         device=runner.device.type,
@@ -210,9 +211,9 @@ def warm_up(
 
 
 def populate_beside(runner: ModelRunner, cores: Iterable[int]) -> None:
-    """Takes the cache's memory on any of `cores`, between steps.
+    """Populates the cache's memory on any of `cores`, between steps.
 
-    A thread is bound to what the one that starts it is bound to: whoever has loaded, to a core that its steps need.
+    A thread inherits the cores of the one that starts it: the loading thread is bound to a core that its steps need.
     """
 
     def populate() -> None:
@@ -223,19 +224,19 @@ def populate_beside(runner: ModelRunner, cores: Iterable[int]) -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Gives the system what this process has freed and malloc keeps: behind loading, some tens of megabytes."""
+    """Returns to the system what this process has freed but malloc keeps: after loading, some tens of megabytes."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As flags and GetInfo call it."""
+    """A dtype's name, as in flags and GetInfo."""
     return str(dtype).removeprefix("torch.")
 
 
 class _Clock:
-    """Logs the phases of a load, each with its own time."""
+    """Logs the phases of a load, each with the time it took."""
 
     def __init__(self) -> None:
         self._begun = time.perf_counter()
@@ -247,7 +248,7 @@ class _Clock:
 
 
 def least_of_all(size: CacheSize, ranks: Ranks) -> CacheSize:
-    """The size of the rank that has least room: a block's id is the same at all of them."""
+    """The size at the rank that has the least room: a block's id is the same at all ranks."""
     (num_blocks,) = ranks.least(size.num_blocks)
     if num_blocks == size.num_blocks:
         return size
@@ -263,7 +264,7 @@ def _choose_cache_size(
     directory: Path,
     host: Host,
 ) -> CacheSize:
-    """As told, if there is room for it; otherwise what the device has room for; the same at all ranks.
+    """As told by the settings; if they name no size, what the device has room for. The same at all ranks.
 
     Raises:
         ModelError: there is no room.
@@ -298,17 +299,17 @@ def _choose_cache_size(
 
 
 def _own_memory(settings: WorkerSettings, host: Host) -> int:
-    """Bytes that a rank may still take beside those that share the host with it."""
+    """Bytes that a rank may still take, besides what the other ranks of its host may."""
     return int(available_memory() * settings.memory_share) // host.num_ranks
 
 
 def _make_cache(
     settings: WorkerSettings, model: Model, shape: CacheShape, size: CacheSize, device: torch.device, host: Host
 ) -> CacheEngine:
-    """Both pools.
+    """The KV cache with both of its pools.
 
     Raises:
-        ModelError: their memory can not be had.
+        ModelError: there is no memory for them.
     """
     taken_bytes = size.num_blocks * shape.block_bytes if device.type == "cpu" else 0
     available_bytes = _own_memory(settings, host) - taken_bytes
@@ -327,8 +328,8 @@ def _make_cache(
 
 
 def _recorder(settings: WorkerSettings, model: Model, device: torch.device) -> CudaRecorder | None:
-    """What records decode steps; None where they are not to be, or can not be, recorded."""
-    # What goes from stage to stage is said by the host.
+    """The recorder of decode steps; None if they are not to be, or cannot be, recorded."""
+    # Sending from stage to stage is done by the host.
     recordable = model.operations.recordable and model.ranks.place.num_stages == 1
     if device.type != "cuda" or not settings.cuda_graphs or not recordable:
         return None

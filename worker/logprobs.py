@@ -1,4 +1,4 @@
-"""Log-probabilities that a client sees: of its tokens, of their ranks, and of the most probable tokens beside them.
+"""Log-probabilities that a client sees: of its tokens, with their ranks, and of the most probable tokens beside them.
 
 All are under the model's own distribution, before biases, penalties, temperature and filters.
 """
@@ -13,17 +13,17 @@ from torch import Tensor
 from protos.sampling_pb2 import LogprobColumns
 from worker.transfer import to_device
 
-# Logits of a prompt that are in memory at once: of 170 tokens for a vocabulary of 49,152 (32 MiB).
+# Logits of a prompt that are in memory at once: those of 170 tokens for a vocabulary of 49,152 (32 MiB).
 _MAX_LOGITS = 2**23
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of tokens, row after row.
+    """Log-probabilities of tokens, row after row.
 
     Attributes:
         logprobs: [num_tokens] float32.
-        ranks: [num_tokens] int32: 1 and the number of tokens that are more probable.
+        ranks: [num_tokens] int32: 1 plus the number of tokens that are more probable.
         top_token_ids: [sum of the tokens' counts] int64, best first.
         top_logprobs: like `top_token_ids`, float32.
     """
@@ -34,7 +34,7 @@ class TokenLogprobs:
     top_logprobs: Tensor
 
     def to_columns(self) -> LogprobColumns:
-        """As they travel."""
+        """The columns of the response."""
         return LogprobColumns(
             logprobs=self.logprobs.cpu().numpy().tobytes(),
             ranks=self.ranks.cpu().numpy().tobytes(),
@@ -50,7 +50,7 @@ def token_logprobs(logits: Tensor, normalizers: Tensor, token_ids: Tensor, count
         logits: [num_rows, vocabulary_size] float32.
         normalizers: [num_rows] float32, the log of each row's sum of exponentials.
         token_ids: [num_rows] int64.
-        counts: [num_rows]: how many of the best.
+        counts: [num_rows]: how many of the best tokens.
     """
     own = logits.gather(-1, token_ids[:, None])  # [R, 1]
     top_token_ids, top_logprobs = most_probable(logits, normalizers, counts)
@@ -68,15 +68,15 @@ def most_probable(logits: Tensor, normalizers: Tensor, counts: Sequence[int]) ->
     Args:
         logits: [num_rows, vocabulary_size] float32.
         normalizers: [num_rows] float32, the log of each row's sum of exponentials.
-        counts: [num_rows]: how many of the best.
+        counts: [num_rows]: how many of the best tokens.
     """
-    # One search for all rows, as deep as the deepest wants: its cost hardly depends on the depth.
+    # One search for all rows, as deep as any row needs: its cost hardly depends on the depth.
     most = max(counts)
     values, token_ids = logits.topk(most)  # [R, M], best first
     logprobs = values - normalizers[:, None]
     if min(counts) == most:
         return token_ids.flatten(), logprobs.flatten()
-    # By the places of what is wanted, known here; a mask would have to be counted on the device, and waited for.
+    # Picked by index, which is known here; a mask would have to be counted on the device, and waited for.
     wanted = np.flatnonzero(np.arange(most) < np.array(counts)[:, None])
     (places,) = to_device(logits.device, wanted)
     return token_ids.flatten()[places], logprobs.flatten()[places]
@@ -88,14 +88,14 @@ def prompt_logprobs(
     """The log-probabilities of a prompt's tokens, some at a time, so that memory does not grow with the prompt.
 
     Args:
-        head: makes logits of hidden states.
+        head: makes logits from hidden states.
         vocabulary_size: of those logits.
         hidden: [num_tokens, hidden_size], from which each token is predicted.
         token_ids: [num_tokens] int64, the tokens.
         counts: [num_tokens]: how many of the best tokens each comes with.
     """
     num_at_once = max(1, _MAX_LOGITS // vocabulary_size)
-    # Made first: small results of each part, kept between the large ones, would leave holes that no next part fits.
+    # Made first: small results of each part, kept between the large ones, would leave holes too small for the next.
     told = TokenLogprobs(
         torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device),
         torch.empty(len(token_ids), dtype=torch.int32, device=hidden.device),

@@ -1,7 +1,7 @@
-"""One step: swap out, swap in, copy, forward, sample, all of it given to the device without waiting for what it does.
+"""One step: swap out, swap in, copy, forward, sample, all given to the device without waiting for its results.
 
-A token that the step before samples is taken from where that step leaves it on the device. The host waits for a step
-when somebody asks for its answer, and when a penalty is to be put on tokens that it samples.
+A token that the previous step samples is taken from where that step leaves it on the device. The host waits for a step
+only when its answer is asked for, or when a later step penalizes tokens that it samples.
 """
 
 import math
@@ -40,7 +40,7 @@ from worker.step_in_flight import Note, StepInFlight, StepMarks, to_host
 from worker.streams import Mark, Streams, streams_of
 from worker.transfer import Array
 
-# Without a step for this long there is nothing to do.
+# Without a step for this long, the runner counts as idle.
 _IDLE_S = 0.1
 Column = TypeVar("Column", Array, Tensor)
 
@@ -51,10 +51,10 @@ class ModelRunner:
     Args:
         model: with its weights.
         cache: its block pools.
-        max_num_batched_tokens: most tokens of a step.
-        context_length: most tokens of a sequence.
+        max_num_batched_tokens: most tokens in a step.
+        context_length: most tokens in a sequence.
         device: where the model and the cache are.
-        streams: of the device; None: those that it has.
+        streams: of the device; None: as `streams_of` returns them.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._ranks = model.ranks
-        # Where the stage before this one has sent what it made of the step that is being launched.
+        # The arrival of the previous stage's hidden states for the step that is being launched.
         self._arrived: Mark | None = None
         self._cache = cache
         self.device = device
@@ -85,20 +85,20 @@ class ModelRunner:
         self._last_tokens = LastTokens(device)
         self._live = LiveRequests(self.limits, self._last_tokens)
         self._graphs: DecodeGraphs | None = None
-        # The one step in flight, if any, that samples tokens which penalties of the next steps are put on.
+        # The one step in flight, if any, that samples tokens which the penalties of later steps need.
         self._to_be_noted: StepInFlight | None = None
-        # The end of the last step that was given to the device, by the monotonic clock; none while one is being given.
+        # When the last launch returned, by the monotonic clock; inf while a step is being launched.
         self._idle_since = -math.inf
         if not self._ranks.place.is_first:
             self._ranks.on_arrival = self._note_arrival
 
     @torch.inference_mode()
     def record_decodes(self, record: Recorder, most_rows: int = MOST_ROWS) -> None:
-        """Records steps of decodes alone, to be replayed from then on. To be called while no step is in flight.
+        """Records steps of decodes only, which are replayed from then on. Call it while no step is in flight.
 
         Args:
-            record: of the device; the model and its operations have to be recordable there.
-            most_rows: of a step that is recorded.
+            record: the device's recorder; the model and its operations have to be recordable there.
+            most_rows: most rows of a recorded step.
         """
         self._graphs = DecodeGraphs(
             self._forward,
@@ -110,7 +110,7 @@ class ModelRunner:
         )
 
     def populate_cache(self) -> None:
-        """Takes the cache's memory before it is needed, from any thread, while no steps come: it takes a core."""
+        """Populates the cache's memory before it is needed, on any thread, while no steps come: it occupies a core."""
         self._cache.populate(self._wait_until_idle)
 
     def _wait_until_idle(self) -> None:
@@ -118,7 +118,7 @@ class ModelRunner:
             time.sleep(_IDLE_S)
 
     def is_usable(self) -> bool:
-        """Whether the device does what it is given; a GPU that has faulted does not, as long as this process lives."""
+        """Whether the device still works; a GPU that has faulted does not, for as long as this process runs."""
         try:
             self._streams.mark().wait()
         except RuntimeError:
@@ -126,12 +126,12 @@ class ModelRunner:
         return True
 
     def execute(self, request: ExecuteModelRequest) -> ExecuteModelResponse:
-        """Does one step, and waits for it; raises what `launch` does."""
+        """Runs one step and waits for it; raises what `launch` does."""
         return self.launch(request).result()
 
     @torch.inference_mode()
     def launch(self, request: ExecuteModelRequest) -> StepInFlight:
-        """Gives the device one step, behind those that it was given before.
+        """Launches one step on the device, after those launched before.
 
         Raises:
             MalformedStep: nothing is computed; new and finished requests may have been noted.
@@ -139,7 +139,7 @@ class ModelRunner:
         begun, self._arrived = self._streams.mark(), None
         step = read_step(request, self.limits)
         self._live.note(request, step)
-        # The other stages know no logits, and check what concerns them.
+        # The other stages have no logits, and check only what concerns them.
         samples = self._live.samples(step, self._note_samples) if self._ranks.place.is_last else []
         targets = self._live.prompt_targets(step) if self._ranks.place.is_last else []
         indexes = self._indexes(step, targets)
@@ -158,7 +158,7 @@ class ModelRunner:
         self._prepare_blocks(step, there.entered)
         prepared = self._streams.mark()
 
-        # The log-probabilities of a prompt take more of its tokens than those behind which one is sampled.
+        # Prompt log-probabilities need the hidden states of more tokens than those after which one is sampled.
         scored = there.scored if self._ranks.place.is_last and not targets else None
         hidden = self._compute(inputs, scored, is_recorded=graph_size is not None)[:num_tokens]
         forwarded = self._streams.mark()
@@ -180,13 +180,13 @@ class ModelRunner:
         return in_flight
 
     def _note_samples(self) -> None:
-        """Waits until what penalties depend on is noted."""
+        """Waits until the tokens that penalties depend on are noted."""
         if self._to_be_noted is not None:
             self._to_be_noted.result()
             self._to_be_noted = None
 
     def _indexes(self, step: Step, targets: Sequence[tuple[Integers, int]]) -> "_Indexes[Array]":
-        """What goes to the device beside the inputs; the last that may find the step malformed."""
+        """What goes to the device besides the inputs; the last check that may find the step malformed."""
         unknown, unknown_places = self._live.places_to_read(step)
         if unknown and self._ranks.place.num_stages > 1:
             raise MalformedStep("token_ids", f"{LAST_SAMPLED} stands for a token that another stage samples")
@@ -203,17 +203,17 @@ class ModelRunner:
         return _Indexes(*(np.asarray(column, dtype=np.int64) for column in columns))
 
     def _prepare_blocks(self, step: Step, entered: Tensor) -> None:
-        """Copies what is about to be written and shared no longer, and zeroes what a sequence enters."""
+        """Waits for swaps of its blocks, makes copy-on-write copies, and zeroes blocks that a sequence enters."""
         self._cache.wait_for_swaps(step.block_tables, step.blocks_to_copy)
         if len(step.blocks_to_copy) > 0:
             self._cache.copy(step.blocks_to_copy)
         if len(entered) > 0:
-            # The attention reads whole blocks and masks what stands behind the context, and a NaN that the block's
-            # last owner left there would get through the mask, since 0 * NaN is NaN.
+            # Attention reads whole blocks and masks what is beyond the context, and a NaN that the block's previous
+            # owner left there would get through the mask, since 0 * NaN is NaN.
             self._cache.clear(entered)
 
     def _compute(self, inputs: ModelInputs, scored: Tensor | None, *, is_recorded: bool) -> Tensor:
-        """Hidden states, [num_scored, hidden_size]; of all tokens if `scored` is None, or the step is recorded."""
+        """Hidden states, [num_scored, hidden_size]; of all tokens if `scored` is None or the step is recorded."""
         if is_recorded:
             assert self._graphs is not None
             return self._graphs(inputs)
@@ -232,7 +232,7 @@ class ModelRunner:
 
     def _sample(self, hidden: Tensor, samples: Sequence[Sample], there: "_Indexes[Tensor]") -> SampledTokens:
         """Draws a token for each sample, and keeps it for the next step."""
-        # Where these are all that there are, there is nothing to pick out.
+        # If all hidden states are scored, there is nothing to pick out.
         states = hidden if len(there.scored) == len(hidden) else hidden[there.scored]
         head = self._finder
         are_best = [head is not None and sample.takes_best for sample in samples]
@@ -242,11 +242,11 @@ class ModelRunner:
             sampled = self._find_best_and_draw(states, there.score_of_sample, samples, are_best)
         else:
             sampled = self._draw(states, there.score_of_sample, samples)
-        # Other hardware may round otherwise, and what this one appends all of them append.
+        # The hardware of another rank may round differently, and all ranks have to append the same tokens.
         self._ranks.agree(sampled.token_ids)
         if len(there.kept) > 0:
             token_ids = sampled.token_ids
-            # A failed sample leaves a token behind too: the next step may be on its way already and ask for it.
+            # A failed sample leaves a token, too: the next step may already be on its way and ask for it.
             self._last_tokens.write(
                 there.kept_places, token_ids if len(there.kept) == len(samples) else token_ids[there.kept]
             )
@@ -254,25 +254,25 @@ class ModelRunner:
 
     @property
     def _finder(self) -> Head | None:
-        """The head, where it finds best tokens without memory for all logits."""
+        """The head, if it can find best tokens without memory for all logits."""
         head = self._model.head
         return head if isinstance(head, Head) and head.can_find_best else None
 
     def _find_best(self, states: Tensor, score_of_sample: Tensor) -> SampledTokens:
-        """For samples that take the best token."""
+        """Finds the tokens of samples that take the best one."""
         assert self._finder is not None
         normalizers, best, most = (_for_samples(each, score_of_sample) for each in self._finder.find_best(states))
         return SampledTokens(best, most - normalizers, None, None)
 
     def _draw(self, states: Tensor, score_of_sample: Tensor, samples: Sequence[Sample]) -> SampledTokens:
-        """For any samples."""
+        """Draws the tokens of any samples."""
         operations, logits = self._model.operations, _for_samples(self._model.head(states), score_of_sample)
         return draw_tokens(logits, samples, operations.sample_tokens, operations.normalizers_and_best)
 
     def _find_best_and_draw(
         self, states: Tensor, score_of_sample: Tensor, samples: Sequence[Sample], are_best: Sequence[bool]
     ) -> SampledTokens:
-        """Each sample as if there were none of the other kind: by a screen log-probabilities have other last digits."""
+        """Treats each kind of sample as if it were alone: with a screen, log-probabilities have other last digits."""
         score_of_sample = score_of_sample if len(score_of_sample) > 0 else torch.arange(len(samples))
         is_best = torch.tensor(are_best)
         found = self._find_best(*_states_of(states, score_of_sample[is_best]))
@@ -288,7 +288,7 @@ class ModelRunner:
     ) -> TokenLogprobs:
         firsts = step.prompt_logprob_starts - step.num_computed_tokens[step.prompt_logprob_rows]
         firsts += step.query_starts[step.prompt_logprob_rows]
-        # Slices, or a copy where there are several: of hidden states, which are small beside logits.
+        # A slice, or a copy if there are several: hidden states are small compared with logits.
         states = [hidden[first : first + len(ids)] for first, (ids, _) in zip(firsts.tolist(), targets, strict=True)]
         return prompt_logprobs(
             self._model.head,
@@ -300,26 +300,26 @@ class ModelRunner:
 
 
 def _for_samples(scores: Tensor, score_of_sample: Tensor) -> Tensor:
-    """Of each sample, what its token is scored by."""
+    """The entry of `scores` that belongs to each sample."""
     return scores if len(score_of_sample) == 0 else scores[score_of_sample]
 
 
 def _states_of(states: Tensor, score_of_sample: Tensor) -> tuple[Tensor, Tensor]:
-    """The hidden states that some samples are of, and which of these each one's is."""
+    """The hidden states of some samples, each once, and for each sample the index of its own among them."""
     own, score_of_sample = score_of_sample.unique(return_inverse=True)
     return states[own], score_of_sample
 
 
 class _Indexes(NamedTuple, Generic[Column]):
-    """What a step needs on the device beside its inputs, int64.
+    """What a step needs on the device besides its inputs, int64.
 
     Attributes:
-        unknown: the tokens of the step that are to be filled in, by index.
-        unknown_places: where each of them stands among the last tokens.
-        kept: the samples whose tokens are kept, by index.
-        kept_places: where each is to stand among the last tokens.
-        scored: the tokens of the step whose hidden states the head scores, ascending.
-        score_of_sample: of each sample, which of those scores are its logits; empty: each has its own, in order.
+        unknown: indices of the step's tokens that are to be filled in.
+        unknown_places: the place of each among the last tokens.
+        kept: indices of the samples whose tokens are kept.
+        kept_places: the place where each is kept among the last tokens.
+        scored: indices of the step's tokens whose hidden states the head scores, ascending.
+        score_of_sample: for each sample, which of those scores are its logits; empty: each has its own, in order.
         told: prompt tokens whose log-probabilities are asked for.
         entered: blocks to be zeroed.
     """

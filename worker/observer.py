@@ -1,4 +1,4 @@
-"""What the worker exports to Prometheus and tells traces of: its steps, and the device's memory."""
+"""What the worker exports to Prometheus, and its spans for traces: its steps, and the device's memory."""
 
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Is told of every step.
+    """Observes every step.
 
     A traced request gets a span `execute` for each step that computes its prompt, whole or in chunks, or computes it
-    again. Its decodes get none: there are as many as tokens, each shared with all that runs, and the scheduler's span
+    again. Its decodes get none: there is one for each token, shared with all that runs, and the scheduler's span
     `decode` holds their sum.
 
     Args:
@@ -25,7 +25,7 @@ class Observer:
 
     Attributes:
         info: of the model, once it is loaded.
-        seconds: that each phase of a step takes.
+        seconds: how long each phase of a step takes.
     """
 
     def __init__(self, tracer: "Tracer | None" = None) -> None:
@@ -34,7 +34,7 @@ class Observer:
         self._tracer = tracer
 
     def executed(self, request: ExecuteModelRequest, response: ExecuteModelResponse, begin: float, end: float) -> None:
-        """A step has been answered, which came at `begin` and was done at `end`, both by `time.monotonic`, in s."""
+        """Records an answered step, which came at `begin` and was done at `end`, both by `time.monotonic`, in s."""
         timings = response.timings
         for phase, histogram in self.seconds.items():
             histogram.observe(getattr(timings, f"{phase}_ms") / 1e3)
@@ -55,11 +55,11 @@ class Observer:
                 self._tracer.record("execute", parent, begin, end, attributes)
 
     def labels(self) -> dict[str, str] | None:
-        """Of this worker's metrics; None while it loads."""
+        """Labels of this worker's metrics; None while it loads."""
         return None if self.info is None else {"model_name": self.info.model}
 
     def metrics(self) -> list[Metric]:
-        """All that it exports."""
+        """All metrics of the worker."""
         texts = {
             "prepare": "Time of a step for building inputs and moving blocks.",
             "forward": "Time of a step for the model's forward pass.",
@@ -88,7 +88,7 @@ class Observer:
         ]
 
     def _device_memory(self) -> dict[str, int] | None:
-        # To ask would take some hundreds of MiB of a GPU in a process that does not use it, as a front of ranks.
+        # Asking would take some hundreds of MiB of a GPU in a process that does not use it, such as the front of ranks.
         if self.info is None or not torch.cuda.is_initialized():
             return None
         return {

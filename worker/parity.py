@@ -1,7 +1,7 @@
 """Whether operations, and a model on them, compute what their torch twins do: small and odd shapes, a second or two.
 
 The twins compute in float32 on what the operations are given: for K and V that is what the cache's dtype leaves of
-them. Caches are never compared, since each implementation lays a block out its own way: attention has to read from a
+them. Caches are never compared, since each implementation lays a block out in its own way: attention has to read from a
 cache what was written to it.
 """
 
@@ -22,7 +22,7 @@ from worker.layers.attention import AttentionMetadata
 from worker.models.llama import LlamaForCausalLM
 from worker.models.model import Model
 
-# Relative error, as vectors, of one operation and of a whole model's logits.
+# The relative error, as vectors, that one operation and a whole model's logits may have.
 OPERATION_TOLERANCES = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 MODEL_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -33,7 +33,7 @@ _MOST_ROWS, _MOST_TOKENS = 3, 66  # of a case, the latter in all contexts togeth
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at, whether it is right, and how it came out."""
+    """What was checked, whether it is right, and how it came out."""
 
     name: str
     passed: bool
@@ -42,7 +42,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What operations are checked in."""
+    """What operations are checked with."""
 
     device: torch.device
     dtype: torch.dtype
@@ -52,11 +52,11 @@ class Setting:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that hold any case, and one that none does."""
+        """Blocks enough for any case, and one more that no case fills."""
         return _MOST_TOKENS // self.block_size + _MOST_ROWS + 1
 
     def random(self, *shape: int) -> Tensor:
-        """Normal values in the dtype."""
+        """Normally distributed values in the dtype."""
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
     def cached(self, x: Tensor) -> Tensor:
@@ -64,22 +64,22 @@ class Setting:
         return x.to(self.cache_dtype).float()
 
     def integers(self, values: object, dtype: torch.dtype = torch.int32) -> Tensor:
-        """On the device."""
+        """Integers as a tensor on the device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def caches(self, dtype: torch.dtype) -> Tensor:
-        """K and V of one layer, of zeros."""
+        """K and V caches of one layer, of zeros."""
         shape = (2, self.num_blocks, self.block_size, _NUM_KV_HEADS, _HEAD_DIM)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
-# What an operation gives, and its twin.
+# The results of an operation and of its twin; and rows of (queries, tokens of context).
 _Results = tuple[Tensor, Tensor]
 _Rows = tuple[tuple[int, int], ...]
 
 
 def check_operations(operations: Operations, setting: Setting) -> list[Check]:
-    """A check, or several, of each operation against its twin."""
+    """One check or several of each operation against its twin."""
     checks = []
     for name, what, compare in _cases():
         setting.generator.manual_seed(0)
@@ -100,7 +100,7 @@ def checked_operations() -> set[str]:
 
 
 def all_operations() -> set[str]:
-    """All that there are."""
+    """The names of all operations."""
     return {each.name for each in fields(Operations) if callable(getattr(torch_reference(), each.name))}
 
 
@@ -111,12 +111,12 @@ def _judge(name: str, found: Tensor, expected: Tensor, tolerance: float) -> Chec
         num_wrong = int((found != expected).sum())
         return Check(name, num_wrong == 0, f"{num_wrong} of {found.numel()} differ" if num_wrong else "the same")
     found, expected = found.double(), expected.double()
-    error = ((found - expected).norm() / expected.norm()).item()  # NaN where one is, and then it has not passed
+    error = ((found - expected).norm() / expected.norm()).item()  # NaN if either has one, which does not pass
     return Check(name, error <= tolerance, f"off by {error:.1e}, {tolerance:.0e} allowed")
 
 
 def _cases() -> Iterator[tuple[str, str, Callable[[Operations, Setting], _Results]]]:
-    """Operation, what is special, and what gives its result and the twin's."""
+    """For each case: the operation, what is special, and a function that returns its result and the twin's."""
     for name in ("linear", "int8_linear"):
         yield name, "5 x 72 to 33", partial(_linear, name=name)
         yield name, "5 x 72 to 2 x 48, gated", partial(_linear, name=name, gated=True)
@@ -141,7 +141,7 @@ def _cases() -> Iterator[tuple[str, str, Callable[[Operations, Setting], _Result
 
 
 def _widened(x: Tensor) -> Tensor:
-    """A copy in float32, in place of which an operation may put its result."""
+    """A copy in float32, which an operation may overwrite with its result."""
     return x.to(torch.float32, copy=True)
 
 
@@ -171,7 +171,7 @@ def _gelu(operations: Operations, setting: Setting, *, approximate: str) -> _Res
 
 
 def _rotate_and_cache(operations: Operations, setting: Setting, *, is_cache: bool) -> _Results:
-    """The rotated queries, or what others find in the cache that was written beside."""
+    """The rotated queries; or, if `is_cache`, what other queries find in the cache that was written with them."""
     num_tokens = 19
     heads = setting.random(num_tokens, _NUM_HEADS + 2 * _NUM_KV_HEADS, _HEAD_DIM)
     angles = torch.rand(num_tokens, _HEAD_DIM // 2, generator=setting.generator) * 6
@@ -192,11 +192,11 @@ def _rotate_and_cache(operations: Operations, setting: Setting, *, is_cache: boo
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Rows of (queries, tokens of context) in a cache, their blocks in no order.
+    """Rows of (queries, tokens of context) in a cache, their blocks in random order.
 
     Attributes:
         slots: [tokens of all contexts] int64.
-        queries: of those tokens, [num_queries] int64, the ones that are queries.
+        queries: [num_queries] int64, indices of those tokens that are queries.
     """
 
     slots: Tensor
@@ -206,7 +206,7 @@ class _Places:
 
     @classmethod
     def of(cls, setting: Setting, rows: _Rows) -> "_Places":
-        """Of such rows; together they have to fit into the cache."""
+        """Places for such rows; together they have to fit into the cache."""
         blocks = iter(torch.randperm(setting.num_blocks, generator=setting.generator).tolist())
         size = setting.block_size
         tables = [[next(blocks) for _ in range(-(-context // size))] for _, context in rows]
@@ -239,8 +239,8 @@ class _Places:
         window: int | None = None,
         softcap: float | None = None,
     ) -> _Results:
-        """Attention to one cache, and the twin's to the other."""
-        scale = 2 * _HEAD_DIM**-0.5  # twice the usual: scores that differ
+        """Attention over one cache, and the twin's over the other."""
+        scale = 2 * _HEAD_DIM**-0.5  # twice the usual, so that scores differ more
         others = (*self.metadata, scale, window, softcap)
         found = operations.paged_attention(q, caches[0], caches[1], *others, self.bounds)
         return found, reference.paged_attention(q.float(), wide_caches[0], wide_caches[1], *others)
@@ -259,7 +259,7 @@ def _attend(
     k, v = (setting.random(len(places.slots), _NUM_KV_HEADS, _HEAD_DIM) for _ in range(2))
     caches, wide_caches = setting.caches(setting.cache_dtype), setting.caches(torch.float32)
     written = places.slots
-    if is_padded:  # the second token of a context goes nowhere: its slot stays as it is
+    if is_padded:  # the second token of a context is not written: its slot stays as it is
         written = written.clone()
         written[1] = -1
     operations.reshape_and_cache(k, v, caches[0], caches[1], written)
@@ -283,7 +283,7 @@ def _bits(pool: Tensor) -> Tensor:
 def _copy_blocks(operations: Operations, setting: Setting) -> _Results:
     pool = _pool(setting, 6, is_random=True, device=setting.device)
     twin = pool.clone()
-    pairs = torch.tensor([[0, 3], [3, 5], [2, 1]])  # one is read and written
+    pairs = torch.tensor([[0, 3], [3, 5], [2, 1]])  # one block is both read and written
     operations.copy_blocks(pool, pairs)
     reference.copy_blocks(twin, pairs)
     return _bits(pool), _bits(twin)
@@ -335,10 +335,10 @@ def _sample_tokens(operations: Operations, setting: Setting, *, is_filtered: boo
 
 
 class Switch:
-    """Operations that are one implementation's or another's, as `current` says: one model for both.
+    """Operations that are those of `current`, which may be changed: so one model runs on two implementations.
 
     Args:
-        first: what is current at first.
+        first: `current` at first.
     """
 
     def __init__(self, first: Operations) -> None:
@@ -354,11 +354,11 @@ class Switch:
 
 @torch.inference_mode()
 def check_model(model: Model, switch: Switch, shape: CacheShape, device: torch.device, dtype: torch.dtype) -> Check:
-    """A forward on the paged cache against one of the same weights on the torch twins, each on a cache of its own.
+    """A forward pass on the paged cache against one with the same weights on the torch twins, each on its own cache.
 
     Args:
         model: built on `switch`.
-        switch: as it is, for the implementation in use.
+        switch: set to the implementation in use.
         shape: of a block.
         device: of the model.
         dtype: of the model.
@@ -376,7 +376,7 @@ def check_model(model: Model, switch: Switch, shape: CacheShape, device: torch.d
 
 @contextmanager
 def _one_by_one(model: Model) -> Iterator[None]:
-    """Without the one call of all layers, if the model has it: that would not ask the switch."""
+    """Runs layers one by one, without the one call of all layers if the model has it: that bypasses the switch."""
     if not isinstance(model, LlamaForCausalLM):
         yield
         return
@@ -388,7 +388,7 @@ def _one_by_one(model: Model) -> Iterator[None]:
 
 
 def _logits(model: Model, shape: CacheShape, device: torch.device, operations: Operations) -> Tensor:
-    """Logits behind each part of a sequence, [3, vocabulary_size]."""
+    """Logits after each part of a sequence, [3, vocabulary_size]."""
     length = min(38, model.config.context_length)
     ends = [0, length // 2, length - 1, length]
     num_blocks = -(-length // shape.block_size)

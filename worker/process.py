@@ -19,14 +19,14 @@ from worker.executor.rank import start_rank_logging
 from worker.observer import Observer
 from worker.server import WorkerService
 
-# A step that runs when the worker leaves has this long to end: one that is cut off counts as lost, and its requests as
-# suspects. `pagewire up` kills 10 s after the grace.
+# A step that is running when the worker leaves has this long to end: one that is cut off counts as lost, and its
+# requests as suspects. `pagewire up` kills 10 s after the grace.
 _LAST_STEP_S = 7.0
 log = logging.getLogger("worker")
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
-    """Serves until `stop` is set, the model turns out not to load, or the device fails; gives the exit status."""
+    """Serves until `stop` is set, the model turns out not to load, or the device fails; returns the exit status."""
     tracer = telemetry.start_tracer("worker", settings)
     observer = Observer(tracer)
     service = WorkerService(observer, settings.hang_timeout_s)
@@ -68,7 +68,7 @@ async def _load(service: WorkerService, settings: WorkerSettings) -> None:
 def main(settings: WorkerSettings) -> None:
     """Serves, or tests itself, until the process ends."""
     if settings.selftest and "log_level" not in settings.model_fields_set:
-        settings = settings.model_copy(update={"log_level": "error"})  # what a log says stands in the report
+        settings = settings.model_copy(update={"log_level": "error"})  # what a log would say is in the report
     if not settings.selftest and is_follower(settings, os.environ):
         start_rank_logging(settings, int(os.environ["RANK"]))
         try:

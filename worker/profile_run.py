@@ -1,4 +1,4 @@
-"""Steps of made-up prompts: to warm a worker up with, and to see what the largest ones take of a GPU's memory."""
+"""Steps of made-up prompts: to warm a worker up, and to see how much of a GPU's memory the largest ones take."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,7 +14,7 @@ from worker.decode_graphs import Recorder
 from worker.model_runner import ModelRunner
 from worker.models.model import Model
 
-# What takes most memory of a sampler: a filter that sorts, and log-probabilities beside the tokens' own.
+# What takes the most memory in a sampler: a filter that sorts, and log-probabilities besides the tokens' own.
 _HUNGRY = Sampling(temperature=1, top_p=0.9, typical_p=0.9, num_top_logprobs=1)
 
 
@@ -23,23 +23,23 @@ class DeviceMemory(Protocol):
 
     @property
     def total_bytes(self) -> int:
-        """Of the device."""
+        """The memory that the device has."""
 
     def taken_bytes(self) -> int:
-        """What all processes have taken of it, but for what torch has put aside and does not use."""
+        """What all processes have taken of it, except for what torch caches and does not use."""
 
     def mark(self) -> None:
-        """Where `peak_bytes` counts from."""
+        """Makes `peak_bytes` count from here."""
 
     def peak_bytes(self) -> int:
         """The most that tensors have taken since `mark`, beyond what they took then."""
 
 
 class CudaMemory:
-    """A GPU's.
+    """A GPU's memory.
 
     Args:
-        device: whose memory it is.
+        device: the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,19 +78,19 @@ def profile(
     memory: DeviceMemory,
     record: Recorder | None,
 ) -> Profile:
-    """What is taken of a device's memory when its largest steps have been run, on a cache no larger than they need.
+    """What is taken of a device's memory once its largest steps have been run, on a cache no larger than they need.
 
-    These are two: the longest prompt, all of whose log-probabilities are asked for; and as many samples as there may
-    be. Nothing else takes as much at once.
+    These are two: the longest prompts, with all log-probabilities of the first; and `PROFILED_SAMPLES` samples, or as
+    many as fit into a step. Nothing else takes as much at once.
 
     Args:
-        model: that has its weights.
+        model: with its weights.
         shape: of a block.
-        max_num_batched_tokens: most tokens of a step.
-        context_length: most tokens of a sequence.
+        max_num_batched_tokens: most tokens in a step.
+        context_length: most tokens in a sequence.
         device: of the model.
         memory: the device's.
-        record: makes graphs of decode steps; None where there are to be none.
+        record: makes graphs of decode steps; None if there are to be none.
     """
     longest = min(context_length, max_num_batched_tokens)
     num_blocks = -(-longest // shape.block_size)
@@ -101,7 +101,7 @@ def profile(
         context_length=context_length,
         device=device,
     )
-    memory.taken_bytes()  # torch keeps nothing of what loading took, which would hide what a step takes
+    memory.taken_bytes()  # so that torch keeps nothing of what loading took, which would hide what a step takes
     memory.mark()
     num_rows = min(PROFILED_SAMPLES, max_num_batched_tokens)
     per_row = min(longest, max_num_batched_tokens // num_rows)
@@ -120,12 +120,12 @@ def profile(
 def run_prompts(
     runner: ModelRunner, lengths: Sequence[int], *, hungry: bool = False, tells_prompt: bool = False
 ) -> None:
-    """Runs a step of prompts that all stand in the same first blocks, whose contents do not matter.
+    """Runs a step of prompts that all use the same first blocks, whose contents do not matter.
 
     Args:
-        runner: that has room for them, and knows no request.
-        lengths: tokens of each prompt; each is sampled from.
-        hungry: samples by what takes most memory.
+        runner: has room for them, and no live request.
+        lengths: tokens in each prompt; a token is sampled after each.
+        hungry: samples with what takes the most memory.
         tells_prompt: asks for the log-probabilities of the first prompt's tokens, of which there are two at least.
     """
     num_rows = len(lengths)

@@ -1,8 +1,9 @@
 """What one rank knows of the others, and what it says to them in the middle of a forward pass.
 
-A model is cut twice: each layer over the ranks of a tensor group (`shares.py`), and the layers over stages (GPipe:
+A model is split twice: each layer over the ranks of a tensor group (`shares.py`), and the layers over stages (GPipe:
 Huang et al. 2019, arXiv:1811.06965). All ranks run the same steps in the same order, so no rank has to be told what the
-others are about to say. Rank 0 samples and answers, so it belongs to the last stage: stages count against ranks.
+others are about to send. Rank 0 samples and answers, so it belongs to the last stage: stages count in the opposite
+direction to ranks.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,12 +21,12 @@ from worker.shares import Heads, Share, deal, deal_heads
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands.
+    """Where a rank is among all of them.
 
     Attributes:
         rank: 0-based.
         tensor_size: ranks that a layer is dealt out to.
-        num_stages: that the layers are dealt out to.
+        num_stages: stages that the layers are dealt out to.
     """
 
     rank: int = 0
@@ -34,7 +35,7 @@ class Place:
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.tensor_size * self.num_stages
 
     @property
@@ -44,7 +45,7 @@ class Place:
 
     @property
     def stage(self) -> int:
-        """0 embeds, the last one samples."""
+        """Its stage: 0 embeds, the last one samples."""
         return self.num_stages - 1 - self.rank // self.tensor_size
 
     @property
@@ -71,12 +72,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What of its host is a rank's.
+    """A rank's part of its host.
 
     Attributes:
         index: of this rank among those of the host.
         num_ranks: of the host.
-        gpu: its GPU among those that its process sees; None: that of its index.
+        gpu: its GPU among those that its process sees; None: the one with its index.
     """
 
     index: int = 0
@@ -84,7 +85,7 @@ class Host:
     gpu: int | None = None
 
     def cores(self, all_of_them: Iterable[int]) -> list[int]:
-        """This rank's cores; where there are fewer than ranks, it shares one."""
+        """This rank's cores; if there are fewer cores than ranks, it shares one."""
         cores = sorted(all_of_them)
         return cores[self.index :: self.num_ranks] or [cores[self.index % len(cores)]]
 
@@ -93,7 +94,7 @@ WHOLE_HOST = Host()
 
 
 class Ranks:
-    """A rank among its group; alone, it says nothing to anybody.
+    """A rank and its group; alone, it does not communicate.
 
     Attributes:
         place: of this rank.
@@ -105,7 +106,7 @@ class Ranks:
     ) -> None:
         self.place = place
         self.on_arrival: Callable[[], None] = _nothing
-        # Of the ranks that hold parts of the same layers; and what is faster, where they have it.
+        # The group of the ranks that hold parts of the same layers, and something faster if they have it.
         self._tensor_group, self._meeting = group, meeting
 
     @classmethod
@@ -121,10 +122,10 @@ class Ranks:
 
         Args:
             place: of this rank.
-            store: that all of them look into.
-            device: that this rank computes on.
-            timeout_s: that the others may take to come, and for each thing that they have to say.
-            meeting: for the CPUs of one host: of this rank's tensor group.
+            store: where all of them find each other.
+            device: the one that this rank computes on.
+            timeout_s: seconds that the others may take to join, and to take part in each communication.
+            meeting: for the CPUs of one host, that of this rank's tensor group.
         """
         if place.size == 1:
             return cls(place)
@@ -148,7 +149,7 @@ class Ranks:
         return deal_heads(num_heads, num_kv_heads, self.place.tensor_rank, self.place.tensor_size)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of what the ranks of a layer have; `x` is overwritten."""
+        """The sum of `x` over the ranks of a layer; `x` is overwritten."""
         if self._meeting is not None:
             self._meeting.sum(x)
         elif self._tensor_group is not None:
@@ -170,7 +171,7 @@ class Ranks:
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
 
     def agree(self, x: Tensor) -> Tensor:
-        """What the first rank of a layer has, at all of them; x: [n], overwritten."""
+        """The `x` of a layer's first rank, at all of its ranks; x: [n], overwritten."""
         if self._meeting is not None:
             x.copy_(self._meeting.gather(x[:, None], [1] * self.place.tensor_size)[:, 0])
         elif self._tensor_group is not None:
@@ -179,19 +180,19 @@ class Ranks:
         return x
 
     def receive(self, num_tokens: int, like: Tensor) -> Tensor:
-        """Hidden states from the stage before this one, [num_tokens, hidden_size]; like: [..., hidden_size]."""
+        """Hidden states from the previous stage, [num_tokens, hidden_size]; like: [..., hidden_size]."""
         x = like.new_empty(num_tokens, like.shape[-1])
         distributed.recv(x, self.place.rank + self.place.tensor_size)
         self.on_arrival()
         return x
 
     def send(self, x: Tensor) -> Tensor:
-        """Gives hidden states to the stage behind this one, and gives them back."""
+        """Sends hidden states to the next stage, and returns them."""
         distributed.send(x.contiguous(), self.place.rank - self.place.tensor_size)
         return x
 
     def least(self, *values: int) -> list[int]:
-        """The least that any rank has of each of `values`."""
+        """For each of `values`, the least that any rank has."""
         if self.place.size == 1:
             return list(values)
         least = torch.tensor(values, dtype=torch.int64)
@@ -200,7 +201,7 @@ class Ranks:
 
 
 def _nothing() -> None:
-    """What is done about an arrival while nobody asks for it."""
+    """Stands for `on_arrival` until that is set."""
 
 
 ALONE = Ranks(Place())

@@ -7,13 +7,13 @@ A row's logits go through these, in the order of transformers and vLLM:
     temperature, top-k, top-p, min-p, typical-p, and the draw            `sample_tokens` of the model's operations
 
 Log-probabilities are under the model's own distribution, before all of these. For a request that asks for candidates
-nothing is drawn: `worker.candidates` finds them, and its token is the best one. Stop strings, stop tokens and lengths
-are the scheduler's and the router's.
+nothing is drawn: `worker.candidates` finds them, and the sample's token is the best one. Stop strings, stop tokens and
+lengths are handled by the scheduler and the router.
 
 Nothing here waits for the device: what the host knows goes there by `worker.transfer`, what comes out stays there, and
 whether a row fails is decided there. Two things outside wait: the torch twin of `sample_tokens`, on a GPU without
-Triton; and whoever brings the sampled tokens back, for which a penalty makes the next step wait, since a `TokenHistory`
-is the host's.
+Triton; and bringing the sampled tokens back, which a penalty makes the next step wait for, since a `TokenHistory` is on
+the host.
 """
 
 from collections.abc import Sequence
@@ -36,11 +36,11 @@ class SampledTokens:
     """What was drawn, one entry per sample, on the logits' device.
 
     Attributes:
-        token_ids: [num_samples] int64; for a sample that wants candidates the best of them; where `failed` some token.
-        logprobs: [num_samples] float32, under the model's own distribution, before all that changes it; where `failed`
-            not finite.
-        candidates: of the samples that want some; None when none does. Meaningless where `failed`.
-        top_logprobs: of the samples that want any; None when none does. Meaningless where `failed`.
+        token_ids: [num_samples] int64; for a sample that wants candidates, the best of them; where `failed`, any token.
+        logprobs: [num_samples] float32, under the model's own distribution, before all that changes it; not finite
+            where `failed`.
+        candidates: of the samples that want some; None if none does. Meaningless where `failed`.
+        top_logprobs: of the samples that want any; None if none does. Meaningless where `failed`.
     """
 
     token_ids: Tensor
@@ -50,8 +50,8 @@ class SampledTokens:
 
     @property
     def failed(self) -> Array:
-        """[num_samples] bool, of the host: the logits gave no distribution, since one of them was NaN or infinite, or
-        every token forbidden.
+        """[num_samples] bool, on the host: whether the logits gave no distribution, since one of them was NaN or
+        infinite, or every token was forbidden.
         """
         return ~np.isfinite(self.logprobs.cpu().numpy())
 
@@ -66,7 +66,7 @@ def draw_tokens(
 
     Args:
         logits: [num_samples, vocabulary_size] float32; overwritten where they are adjusted or forbidden.
-        samples: what each row of them is for.
+        samples: what each row of `logits` is for.
         sample_tokens: the operation that draws, chosen with the others when the model was built.
         normalizers_and_best: likewise.
     """
@@ -88,7 +88,7 @@ def draw_tokens(
         counts = [samples[row].parameters.num_candidates for row in searched]
         candidates = best_candidates(logits[searched_rows], normalizers[searched_rows], counts)
         token_ids[searched_rows] = candidates.best
-    # Not finite where the logits are no distribution, as where min_tokens forbade every token and -inf was the best.
+    # Not finite if the logits give no distribution, for example if min_tokens forbade all and the best was -inf.
     logprobs = logits.gather(-1, token_ids[:, None]).squeeze(-1) - normalizers
     top_logprobs = None
     if kept:
@@ -100,12 +100,12 @@ def draw_tokens(
 
 
 def _rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """The numbers of rows, where the logits are."""
+    """Row indices as a tensor, on the logits' device."""
     return to_device(logits.device, np.array(rows, dtype=np.int64))[0]
 
 
 def _adjust(logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> None:
-    """Biases, then penalties."""
+    """Applies biases, then penalties, in place."""
     of = [samples[row].parameters for row in rows]
     if biased := [(row, p) for row, p in zip(rows, of, strict=True) if p.bias_token_ids]:
         add_biases(
@@ -130,7 +130,7 @@ def _seen(sample: Sample) -> tuple[TokenIds, TokenIds]:
 
 
 def _forbid_early_stops(logits: Tensor, samples: Sequence[Sample]) -> bool:
-    """Gives whether there were any."""
+    """Forbids stop tokens that would come too early; returns whether there were any."""
     early = [
         (row, sample.parameters.stop_token_ids) for row, sample in enumerate(samples) if sample.is_too_early_to_stop
     ]
@@ -140,7 +140,7 @@ def _forbid_early_stops(logits: Tensor, samples: Sequence[Sample]) -> bool:
 
 
 def _draw(logits: Tensor, samples: Sequence[Sample], sample_tokens: SampleTokens) -> Tensor:
-    """Drawn tokens, or the best ones where a request wants those; [num_samples] int64."""
+    """Draws tokens, or takes the best ones where a request wants those; [num_samples] int64."""
     of = [sample.parameters for sample in samples]
     size = logits.shape[1]
     columns: list[Array] = [
@@ -163,7 +163,7 @@ def _draw(logits: Tensor, samples: Sequence[Sample], sample_tokens: SampleTokens
 def _top_logprobs(
     originals: Tensor, normalizers: Tensor, token_ids: Tensor, samples: Sequence[Sample]
 ) -> TokenLogprobs | None:
-    """Of those samples that want any; the rows of all arguments are the same."""
+    """The top log-probabilities of the samples that want any; all arguments have the same rows."""
     asking = [row for row, sample in enumerate(samples) if sample.parameters.num_top_logprobs is not None]
     if not asking:
         return None

@@ -1,4 +1,4 @@
-"""How the sequences of a request are sampled, and what one token's draw hangs on."""
+"""How the sequences of a request are sampled, and what one token's draw depends on."""
 
 import math
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from worker.adjustments import TokenHistory
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """A `Sampling` message read once, field by field; None and neutral values where the message's 0 keeps all.
+    """A `Sampling` message read once, field by field; None or a neutral value where the message's 0 changes nothing.
 
     Attributes:
         bias_token_ids: tokens whose logits get the `biases`.
-        num_top_logprobs: None where no log-probabilities are wanted beside the tokens' own.
+        num_top_logprobs: None if no log-probabilities are wanted besides the tokens' own.
         num_prompt_logprobs: like `num_top_logprobs`, for the prompt.
     """
 
@@ -46,7 +46,7 @@ class SamplingParameters:
         """
         _check_ranges(message, vocabulary_size)
         biases = zip(unpack(message.bias_token_ids), unpack_floats(message.biases), strict=True)
-        # One beyond the vocabulary is never drawn anyway.
+        # A token beyond the vocabulary is never drawn anyway.
         known = [(id_, bias) for id_, bias in biases if 0 <= id_ < vocabulary_size]
         return cls(
             temperature=message.temperature,
@@ -96,13 +96,13 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One token to be drawn: how, and the names that its randomness hangs on.
+    """One token to be drawn: how, and what its randomness depends on.
 
     Attributes:
         parameters: of its request.
         sequence_index: which of the request's sequences it is for.
         position: of the token, 0-based in that sequence, prompt included.
-        history: the tokens before; set where the parameters penalize any.
+        history: the tokens before; set if the parameters penalize any.
     """
 
     parameters: SamplingParameters
@@ -118,7 +118,7 @@ class Sample:
 
     @property
     def takes_best(self) -> bool:
-        """Whether it is the best token of the model's own logits, and no more of these is asked for."""
+        """Whether it is the best token by the model's own logits, and nothing more of these is asked for."""
         p = self.parameters
         is_plain = p.temperature == 0 and p.num_candidates == 0 and p.num_top_logprobs is None
         return is_plain and not p.adjusts and not self.is_too_early_to_stop

@@ -1,7 +1,7 @@
 """`python -m worker --selftest`: what this machine is and does, and whether what runs on it is right.
 
-Plain lines, to be pasted into a question. Beside the exit status only lines that begin with FAIL mean that something is
-wrong; a note says what could be faster.
+Plain lines, to be pasted into a question. Apart from the exit status, only lines that begin with FAIL mean that
+something is wrong; a note says what could be faster.
 """
 
 import os
@@ -29,7 +29,7 @@ from worker.parity import Check, Setting, Switch, check_model, check_operations
 from worker.weights import weight_bytes
 
 _DISTRIBUTIONS = ("pagewire", "torch", "triton", "numpy", "safetensors", "transformers", "grpcio")
-# What kernels and torch ask for, of x86-64 and of Arm, as /proc/cpuinfo names them.
+# Instructions that kernels and torch look for, on x86-64 and on Arm, as /proc/cpuinfo names them.
 _INSTRUCTIONS = (
     *("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"),
     *("asimd", "bf16", "i8mm", "sve"),
@@ -55,7 +55,7 @@ Line = Fact | Check
 
 
 def run_selftest(settings: WorkerSettings, write: Callable[[str], object] = print) -> int:
-    """Prints what is found as it is found; gives the process's exit status, 1 where a check failed."""
+    """Prints what is found as it is found; returns the process's exit status, 1 if a check failed."""
     num_passed = num_failed = 0
     for title, lines in _sections(settings):
         write(title)
@@ -96,7 +96,7 @@ def _sections(settings: WorkerSettings) -> Iterator[tuple[str, Iterable[Line]]]:
 
 
 def _dtypes(settings: WorkerSettings) -> tuple[torch.dtype, torch.dtype, Check | None]:
-    """Of weights and cache, as a worker with these settings would take them; and what is wrong with the model."""
+    """The dtypes of weights and cache, as a worker with these settings has them; and what is wrong with the model."""
     problem, dtype = None, DTYPES.get(settings.dtype, torch.bfloat16)
     if settings.model and settings.dtype == "auto":
         try:
@@ -180,7 +180,7 @@ def _speed(name: str, work: Callable[[], object], num_bytes: int) -> Fact:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The shortest of a few times, behind one that warms up."""
+    """The shortest of a few times, after a run that warms up."""
     work()
     times = []
     for _ in range(_ROUNDS):

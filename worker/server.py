@@ -1,8 +1,8 @@
 """The gRPC front of the worker: epoch, order, errors. It computes nothing itself.
 
-Steps are given to the device by one thread, in the order in which they were read, so the event loop that answers health
-checks never waits for one. Another thread waits for those that the device is still at, so that the next one is there
-before the device runs dry; a CPU has done a step when it has been given it.
+One thread launches the steps, in the order in which they were read, so the event loop that answers health checks never
+waits for one. Another thread waits for steps that the device is still running, so that the next one is launched before
+the device runs dry; on a CPU, a step is done when its launch returns.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ class _Call:
     """One call that steps arrive on.
 
     Attributes:
-        broken: by a failed step or a client that left. No step of it runs any more.
-        steps: of a stream, those that have come and are not answered, oldest first; None for its end.
-        leaving: whether it is to end behind the step that runs.
+        broken: whether a step has failed or the client has left. No further step of the call runs.
+        steps: for a stream, the steps that have come and are not answered yet, oldest first; None marks its end.
+        leaving: whether it is to end after the step that is running.
     """
 
     broken: bool = False
@@ -47,9 +47,9 @@ class _Job:
     """A step on its way through the threads.
 
     Attributes:
-        call: that it arrived on.
-        answer: to be given by one of the threads, through `give` or `fail`.
-        arrival: by `time.monotonic`, s.
+        call: the call that it arrived on.
+        answer: set by one of the threads, through `give` or `fail`.
+        arrival: when it arrived, by `time.monotonic`, s.
     """
 
     executor: Executor
@@ -71,11 +71,11 @@ class WorkerService(WorkerServiceServicer):
     """Answers UNAVAILABLE until `load` is done.
 
     Args:
-        observer: is told of every step that is answered.
-        hang_timeout_s: seconds that a step may go on after its stream has ended.
+        observer: told of every answered step.
+        hang_timeout_s: seconds that a step may run on after its stream has ended.
 
     Attributes:
-        device_lost: set when the device has failed for good, or hangs, which the process has to end for.
+        device_lost: set when the device has failed for good or hangs; the process has to end then.
     """
 
     def __init__(self, observer: Observer, hang_timeout_s: float = 60.0) -> None:
@@ -88,11 +88,11 @@ class WorkerService(WorkerServiceServicer):
         self._executor: Executor | None = None
         self._info = GetInfoResponse()
         self._calls: set[_Call] = set()
-        # Of streams that have.
+        # Per ended stream, the task that waits for its last steps.
         self._ending: set[asyncio.Task[None]] = set()
 
     async def load(self, executor: Executor) -> None:
-        """Lets it load on the thread of the steps, whose OpenMP team is then the one that they will use."""
+        """Loads the model on the thread that will run the steps, so that they use its OpenMP team."""
         loop = asyncio.get_running_loop()
 
         def on_lost() -> None:
@@ -103,7 +103,7 @@ class WorkerService(WorkerServiceServicer):
         self._observer.info = self._info
 
     async def GetInfo(self, request: GetInfoRequest, context: grpc.aio.ServicerContext) -> GetInfoResponse:
-        """What was loaded, under this life's epoch; once nothing of a stream that has ended is computed any more."""
+        """What was loaded, with this process's epoch; waits until no step of an ended stream is running any more."""
         if self._ending:
             await asyncio.wait(self._ending)
         self._require_loaded()
@@ -114,18 +114,18 @@ class WorkerService(WorkerServiceServicer):
     async def ExecuteModel(
         self, request: ExecuteModelRequest, context: grpc.aio.ServicerContext
     ) -> ExecuteModelResponse:
-        """One step by itself."""
+        """Runs one step by itself."""
         job = self._submit(request, _Call())
         response = await job.answer
         self._observer.executed(request, response, job.arrival, time.monotonic())
         return response
 
     async def Execute(self, requests: AsyncIterator[ExecuteModelRequest], context: grpc.aio.ServicerContext) -> None:
-        """Steps in order. While one runs the next is read and given to the thread; those behind it stay with gRPC.
+        """Runs steps in order. While one runs, the next is read and given to the thread; later ones stay with gRPC.
 
-        Where several run at once, one more than these is read.
+        Where n steps run at once, n + 1 are read.
         """
-        self._require_loaded()  # or the load would be taken for a step that hangs, once this stream has ended
+        self._require_loaded()  # otherwise the load would look like a hanging step once this stream has ended
         call = _Call()
         self._calls.add(call)
         room = asyncio.Semaphore(1 + max(1, self._info.num_concurrent_steps))
@@ -135,7 +135,7 @@ class WorkerService(WorkerServiceServicer):
                 response, end = await job.answer, time.monotonic()
                 await context.write(response)
                 room.release()
-                # Not before the answer is on its way: the next step waits for that.
+                # Only once the answer is on its way: the next step waits for that.
                 self._observer.executed(job.request, response, job.arrival, end)
             if reading.done():
                 reading.result()
@@ -147,13 +147,13 @@ class WorkerService(WorkerServiceServicer):
             ending.add_done_callback(self._ending.discard)
 
     def leave(self) -> None:
-        """Ends streams in order: each behind the step that runs, or now. What is not launched by then is not run."""
+        """Ends streams cleanly: each after its running step, or now if it has none. Later steps are not run."""
         for call in self._calls:
             call.leaving = True
             call.steps.put_nowait(None)
 
     async def _expect_end(self) -> None:
-        """A stream has ended: what is computed of it comes to an end soon, or hangs."""
+        """Waits for the last steps of a stream that has ended; if they take too long, the device hangs."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._hang_timeout_s):
@@ -164,7 +164,7 @@ class WorkerService(WorkerServiceServicer):
             self.device_lost.set()
 
     async def _read(self, requests: AsyncIterator[ExecuteModelRequest], call: _Call, room: asyncio.Semaphore) -> None:
-        """Submits steps as they come, while there is room, until the client has no more or one is refused."""
+        """Submits steps as they come, while there is room, until the client sends no more or one is refused."""
         requests = aiter(requests)
         try:
             while await room.acquire() and (request := await anext(requests, None)) is not None:
@@ -186,12 +186,12 @@ class WorkerService(WorkerServiceServicer):
         return job
 
     def _launch(self, job: _Job) -> None:
-        """On the thread of the steps."""
+        """Launches a step, on the thread of the steps."""
         if job.answer.cancelled():
             return
         with self._failures_of(job):
             if job.call.broken:
-                job.give(ExecuteModelResponse())  # nobody reads it
+                job.give(ExecuteModelResponse())  # it is never read
                 return
             step = job.executor.launch(job.request)
             if step.is_finished:
@@ -200,13 +200,13 @@ class WorkerService(WorkerServiceServicer):
                 self._results.submit(self._wait, job, step)
 
     def _wait(self, job: _Job, step: Answer) -> None:
-        """On the thread of the results. Whether anybody reads the answer or not, the step is waited for."""
+        """Waits for a step, on the thread of the results, whether or not its answer will be read."""
         with self._failures_of(job):
             job.give(step.result())
 
     @contextlib.contextmanager
     def _failures_of(self, job: _Job) -> Iterator[None]:
-        """Answers with what is raised inside, after which no further step of the call runs."""
+        """Answers with the exception raised inside, if any; no further step of the call runs then."""
         try:
             yield
         except MalformedStep as error:
@@ -228,16 +228,16 @@ class WorkerService(WorkerServiceServicer):
 
 
 def _nothing() -> None:
-    """What a thread does when it has done all else."""
+    """Runs on a thread once all that was submitted to it before has run."""
 
 
 def _settle(settle: Callable[[Any], None], answer: "asyncio.Future[ExecuteModelResponse]", outcome: Any) -> None:
-    """Gives an answer that has not been cancelled meanwhile."""
+    """Sets an answer, unless it was cancelled meanwhile."""
     if not answer.done():
         settle(outcome)
 
 
 def _disregard(answer: "asyncio.Future[ExecuteModelResponse]") -> None:
-    """What comes of a step when the one before it has failed is nobody's news; asyncio would report it as lost."""
+    """Marks an error as retrieved: after a failed step the next ones' are never read, and asyncio would report that."""
     if not answer.cancelled():
         answer.exception()

@@ -1,8 +1,8 @@
 """Which part of a model each rank holds: integers only (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 
 Heads, the MLP's inner values and the vocabulary are dealt out; what goes from layer to layer is whole at every rank.
-Shares need not be of one size: of SmolLM2's three K/V heads one of two ranks gets two and the other one, which costs no
-more than to give two to both.
+Shares need not be of one size: of SmolLM2's three K/V heads, one of two ranks gets two and the other gets one, which
+costs no more than giving two to both.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker.checkpoint import ModelError
 
-# Values of an MLP are dealt out by so many, where there are enough: what our kernels multiply at once.
+# Values of an MLP are dealt out in units of this many, if there are enough: what our kernels multiply at once.
 MLP_UNIT = 16
 
 
@@ -21,7 +21,7 @@ class Share:
 
     Attributes:
         total: entries of the whole dimension.
-        ranges: (first, behind the last) of each run of entries, in the order in which they stand side by side.
+        ranges: (first, last + 1) of each run of entries, in the order in which the runs are laid out.
     """
 
     total: int
@@ -62,7 +62,7 @@ def whole(total: int) -> Share:
 
 
 def deal(total: int, rank: int, size: int, unit: int = 1) -> Share:
-    """What `rank` of `size` gets of `total` entries: units that follow each other, as even as can be.
+    """What `rank` of `size` gets of `total` entries: consecutive units, as evenly as possible.
 
     Raises:
         ModelError: there are fewer entries than ranks.
@@ -77,18 +77,18 @@ def deal(total: int, rank: int, size: int, unit: int = 1) -> Share:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A rank's heads of attention; those of K and V are all that its query heads look at."""
+    """A rank's attention heads; those of K and V are all that its query heads use."""
 
     queries: Share
     kv: Share
 
 
 def deal_heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> Heads:
-    """Whole groups, a K/V head with its query heads; where there are fewer than ranks, several ranks hold each K/V head
-    and share its query heads out.
+    """Deals out whole groups, a K/V head with its query heads; if there are fewer groups than ranks, several ranks hold
+    each K/V head and share its query heads.
 
     Raises:
-        ModelError: they can not be.
+        ModelError: they cannot be dealt out.
     """
     group = num_heads // num_kv_heads
     if size <= num_kv_heads:
@@ -112,7 +112,7 @@ def _divides(num_heads: int, num_kv_heads: int, size: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What of a checkpoint's tensor a rank reads.
+    """The part of a checkpoint's tensor that a rank reads.
 
     Attributes:
         tensor: to be filled with it.
@@ -130,11 +130,11 @@ class Part:
         return [self.share.total if dim == self.dim else size for dim, size in enumerate(self.tensor.shape)]
 
     def t(self) -> "Part":
-        """For a tensor that the checkpoint has transposed."""
+        """The same part of a tensor that the checkpoint has transposed."""
         return Part(self.tensor.t(), 1 - self.dim, self.share)
 
 
-# A tensor all of which is read, or a part of it.
+# A tensor that is read whole, or a part of one.
 Target = Tensor | Part
 
 

@@ -1,4 +1,4 @@
-"""A step that the device was given, and its answer when the device has come to the end of it."""
+"""A step that was launched on the device, and its answer once the device has finished it."""
 
 import threading
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ Results = TypeVar("Results")
 
 @dataclass(frozen=True, slots=True)
 class StepMarks:
-    """Where the parts of a step begin and end on the device.
+    """Marks where the parts of a step begin and end on the device.
 
     Attributes:
         begun: before everything.
         prepared: before the forward pass.
         forwarded: before sampling.
-        finished: behind everything that the answer is made of.
+        finished: after everything that the answer is made of.
         swap: of the blocks that are moved between the pools, beside the step or before its forward pass.
-        arrived: where the stage before this one has sent its hidden states; None: there is none.
-        num_stages: of the model, each of which is taken to work as long as this one.
+        arrived: after the previous stage's hidden states have come; None: there is no previous stage.
+        num_stages: of the model; each is assumed to take as long as this one.
     """
 
     begun: Mark
@@ -47,16 +47,16 @@ class StepMarks:
         return self.finished.is_passed and (self.swap is None or self.swap.ended.is_passed)
 
     def wait(self) -> None:
-        """Lets the host wait until it has."""
+        """Blocks the host until the device has done all of the step."""
         self.finished.wait()
         if self.swap is not None:
             self.swap.ended.wait()
 
     def timings(self) -> StepTimings:
-        """How long each part took; once all marks are passed."""
+        """How long each part took; call it once all marks are passed."""
         swap_ms = self.num_stages * self.swap.ended.ms_since(self.swap.begun) if self.swap is not None else 0.0
         return StepTimings(
-            # The forward pass has not waited for a swap that took longer than the preparation.
+            # If the swap took longer than the preparation, the forward pass has not waited for it.
             prepare_ms=max(self.prepared.ms_since(self.begun), swap_ms),
             forward_ms=self.num_stages * self.forwarded.ms_since(self.arrived or self.prepared),
             sample_ms=self.finished.ms_since(self.forwarded),
@@ -66,13 +66,13 @@ class StepMarks:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A sampled token that the draws after it depend on.
+    """A sampled token that later draws depend on.
 
     Attributes:
         sample: its index among the step's samples.
         history: where it is to be noted.
-        sequence_index: whose token it is.
-        position: of it.
+        sequence_index: the sequence that it belongs to.
+        position: its position in that sequence.
     """
 
     sample: int
@@ -82,15 +82,15 @@ class Note:
 
 
 class StepInFlight:
-    """One step. `result` may be asked for by any thread, more than once.
+    """A launched step. `result` may be called by any thread, more than once.
 
     Args:
         step_id: of the request.
         epoch: of the request.
-        marks: that the step set.
+        marks: set by the step.
         sampled: what it samples, brought to the host by `to_host`; None: nothing.
-        prompt: log-probabilities of prompts, brought likewise; None: nobody asked.
-        notes: tokens to be noted before anybody draws after them.
+        prompt: log-probabilities of prompts, brought likewise; None: they were not asked for.
+        notes: tokens to note before any draw that depends on them.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class StepInFlight:
         return self._marks.are_passed
 
     def result(self) -> ExecuteModelResponse:
-        """The answer, once the device has come so far; what is to be noted has been noted then."""
+        """The answer; waits until the device has finished the step, and returns only when all `notes` are noted."""
         with self._lock:
             if not self._is_answered:
                 self._marks.wait()
@@ -145,9 +145,9 @@ class StepInFlight:
 
 
 def to_host(results: Results, device: torch.device) -> Results:
-    """A dataclass with its tensors on the way to the CPU; they are there once a mark set behind this is passed.
+    """A dataclass with its tensors on the way to the CPU; they are there once a mark set after this is passed.
 
-    For a copy that is not waited for, torch takes pinned memory.
+    For a copy that does not block, torch uses pinned memory.
     """
     return results if device.type == "cpu" else _bring(results)
 

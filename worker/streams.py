@@ -1,7 +1,7 @@
-"""In which order a device works: steps one after the other, and swaps beside them (CUDA's streams, not gRPC's).
+"""The order in which a device works: steps one after the other, and swaps beside them (CUDA's streams, not gRPC's).
 
-The host gives work to the main stream and goes on; marks tell how far the device has come, and when it was there. A CPU
-does its work while it is given it, so there a mark is passed as soon as it is set, and nothing is ever beside.
+The host gives work to the main stream and goes on; marks tell how far the device has come, and when. A CPU has done its
+work when the call returns, so there a mark is passed as soon as it is set, and nothing ever runs beside.
 """
 
 import time
@@ -17,39 +17,39 @@ class Mark(Protocol):
 
     @property
     def is_passed(self) -> bool:
-        """Whether the device has done all that it was given before."""
+        """Whether the device has done all that it was given before the mark."""
 
     def wait(self) -> None:
-        """Lets the host wait until it has."""
+        """Blocks the host until the mark is passed."""
 
     def ms_since(self, earlier: "Mark") -> float:
-        """Milliseconds of the device's time between two marks of the same device, both of them passed."""
+        """Milliseconds of device time between two marks of the same device, both of them passed."""
 
 
 class Streams(Protocol):
-    """The main stream, which is the one that torch works on, and one beside it."""
+    """The main stream, which is the one that torch works on, and a side stream."""
 
     def mark(self) -> Mark:
-        """Behind all that the main stream was given."""
+        """Sets a mark after all that the main stream was given."""
 
     def beside(self, work: Callable[[], None]) -> tuple[Mark, Mark]:
-        """Does `work` beside the main stream, behind all that both were given; its beginning and its end."""
+        """Runs `work` beside the main stream, after all that both were given; returns marks at its start and end."""
 
     def wait_for(self, mark: Mark) -> None:
-        """Lets what the main stream is given from now on wait for a mark of the other one; the host goes on."""
+        """Makes what the main stream is given from now on wait for a mark of the side stream; the host goes on."""
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Those of a device."""
+    """The streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A mark where work is done while it is given.
+    """A mark on a device that has done its work when the call returns.
 
     Attributes:
-        at_s: of `time.perf_counter`.
+        at_s: when it was set, by `time.perf_counter`.
     """
 
     at_s: float
@@ -87,7 +87,7 @@ class HostStreams:
 
 @dataclass(frozen=True, slots=True)
 class CudaMark:
-    """A CUDA event that was recorded with its time."""
+    """A CUDA event, recorded with timing."""
 
     event: torch.cuda.Event
 
@@ -107,7 +107,7 @@ class CudaMark:
 
 
 class CudaStreams:
-    """A GPU: the stream that is current on the thread that calls, and a side stream of our own."""
+    """A GPU: the stream that is current on the calling thread, and a side stream of our own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -118,7 +118,7 @@ class CudaStreams:
         return self._mark(torch.cuda.current_stream(self._device))
 
     def beside(self, work: Callable[[], None]) -> tuple[CudaMark, CudaMark]:
-        """See `Streams`. What `work` allocates is the side stream's, so that nothing else gets it too early."""
+        """See `Streams`. What `work` allocates belongs to the side stream, so that nothing else gets it too early."""
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             begun = self._mark(self._side)

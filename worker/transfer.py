@@ -1,4 +1,4 @@
-"""Arrays of the host to the device: all of them in one transfer, which the host does not wait for."""
+"""Arrays from the host to the device: all of them in one transfer, which the host does not wait for."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 
-# Bytes. Triton compiles a kernel anew for pointers that are no multiple of it, with narrower loads.
+# Bytes. Triton compiles a kernel anew, with narrower loads, for pointers that are not a multiple of this.
 _ALIGNMENT = 16
 
 
@@ -18,7 +18,7 @@ def to_device(device: torch.device, *arrays: Array) -> list[Tensor]:
     """A tensor on the device for each array, of its shape and dtype.
 
     On the CPU they share the arrays' memory. On a GPU the arrays go through one piece of pinned memory, which torch
-    does not give to anybody else before the copy is done.
+    does not reuse before the copy is done.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
@@ -26,7 +26,7 @@ def to_device(device: torch.device, *arrays: Array) -> list[Tensor]:
 
 
 def _pack(arrays: Sequence[Array], *, pin_memory: bool) -> Tensor:
-    """All arrays behind each other, [num_bytes] uint8."""
+    """All arrays one after another, [num_bytes] uint8."""
     packed = torch.empty(_starts(arrays)[-1], dtype=torch.uint8, pin_memory=pin_memory)
     room = packed.numpy()
     for array, start in zip(arrays, _starts(arrays), strict=False):
@@ -43,6 +43,6 @@ def _unpack(packed: Tensor, arrays: Sequence[Array]) -> list[Tensor]:
 
 
 def _starts(arrays: Sequence[Array]) -> list[int]:
-    """The first byte of each array, and where all end."""
+    """The first byte of each array, and the end of all."""
     room = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     return np.cumsum([0, *room]).tolist()

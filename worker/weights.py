@@ -16,18 +16,18 @@ from worker.shares import Part, Target
 
 _INDEX = "model.safetensors.index.json"
 
-# A file is mapped while it is open, and what was read of it counts as this process's memory until it is closed: it is
-# opened anew after so many bytes.
+# A file is mapped while it is open, and what was read of it counts as this process's memory until it is closed: so it
+# is reopened after this many bytes.
 _BYTES_AT_ONCE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a model that is filled and packed before the next one takes memory for what it is filled into.
+    """A part of a model that is filled and packed before the next one takes memory for its own tensors.
 
     Attributes:
-        tensors: gives the name of each tensor in the checkpoint -> where its values, or this rank's part of them, go in
-            place. It takes the memory for them.
+        tensors: returns the name of each tensor in the checkpoint -> where its values, or this rank's part of them, are
+            put in place. It takes the memory for them.
         pack: puts what was filled into the layout that the device multiplies fastest, and lets the plain weights go.
     """
 
@@ -41,17 +41,17 @@ def load_weights(
     leaves_out: Callable[[str], bool],
     one_name: Callable[[str], str] = str,
 ) -> None:
-    """Fills and packs every piece, converting to its dtypes on the way. In memory beside what is packed are one piece
+    """Fills and packs every piece, converting to its dtypes on the way. In memory besides what is packed are one piece
     and 64 MiB of the checkpoint, or one tensor if that is larger.
 
     Args:
         directory: of the checkpoint.
         pieces: of the model, in order.
         leaves_out: whether a tensor of that name in the checkpoint may be of no use to the model.
-        one_name: from the checkpoint's name of a tensor to the one that `pieces` and `leaves_out` know.
+        one_name: turns the checkpoint's name of a tensor into the one that `pieces` and `leaves_out` know.
 
     Raises:
-        ModelError: a tensor is missing, unexpected or of another shape, or a file can not be read.
+        ModelError: a tensor is missing, unexpected or of another shape, or a file cannot be read.
     """
     left: dict[str, tuple[Path, str]] = {}
     unexpected, missing = [], []
@@ -81,10 +81,10 @@ def load_weights(
 
 
 def check_files(directory: Path) -> None:
-    """Looks into every file of weights, for whoever reads them by other means than these.
+    """Checks every file of weights, for callers that read them by other means.
 
     Raises:
-        ModelError: there are none, or one can not be read.
+        ModelError: there are none, or one cannot be read.
     """
     for path in _weight_files(directory):
         _names(path)
@@ -92,15 +92,15 @@ def check_files(directory: Path) -> None:
 
 @contextlib.contextmanager
 def memory_for_weights(directory: Path) -> Iterator[None]:
-    """Around whatever takes memory for a checkpoint's weights.
+    """To be put around what takes memory for a checkpoint's weights.
 
     Raises:
-        ModelError: there is none left.
+        ModelError: there is not enough.
     """
     try:
         yield
     except RuntimeError as error:
-        # torch has a class for what a GPU lacks, and a message for what the host does.
+        # torch has a class of its own for a GPU that lacks memory, and only a message for a host that does.
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         reason = str(error).rpartition("DefaultCPUAllocator: ")[2].splitlines()[0]
@@ -125,7 +125,7 @@ def has_own_head(directory: Path, embedding: str) -> bool:
         embedding: how the name of the embedding ends there.
 
     Raises:
-        ModelError: a file can not be read.
+        ModelError: a file cannot be read.
     """
     files = {name: path for path in _weight_files(directory) for name in _names(path)}
     embeddings = [name for name in files if name.endswith(embedding)]
@@ -146,7 +146,7 @@ def weight_bytes(directory: Path) -> int:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A file of tensors, which is mapped as long."""
+    """A file of tensors, which is mapped while it is open."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -161,7 +161,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _read(path: Path, stored_names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a file, as it maps them: each is read when it is looked at."""
+    """Tensors of a file, which is mapped: each is read when it is looked at."""
     names = iter(sorted(stored_names))
     name = next(names, None)
     while name is not None:
@@ -176,7 +176,7 @@ def _read(path: Path, stored_names: Iterable[str]) -> Iterator[tuple[str, Tensor
 
 
 def _fill(target: Target, source: Tensor, name: str) -> None:
-    """Of a part, only its pages of the file are read."""
+    """Copies a checkpoint's tensor to its target; for a part, only its pages of the file are read."""
     tensor, shape = (target.tensor, target.whole_shape) if isinstance(target, Part) else (target, list(target.shape))
     if shape != list(source.shape):
         raise ModelError(f"{name} is {list(source.shape)} in the checkpoint, but config.json means {shape}")

@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 def make_executor(settings: WorkerSettings) -> Executor:
-    """The one that the settings name, or the first that fits.
+    """The executor that the settings name, or the first that fits.
 
     Raises:
-        ModelError: none does, or not the one that they name.
+        ModelError: none fits, or the one that they name does not.
     """
     num_gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
     name, reason = choose(settings, os.environ, num_gpus, has_ray=importlib.util.find_spec("ray") is not None)
@@ -37,8 +37,8 @@ def make_executor(settings: WorkerSettings) -> Executor:
     if name == "mp":
         return MpExecutor(settings)
     if name == "ray":
-        # Ray reads these when it is imported. Lines that several ranks log alike are not to be dropped, and SIGTERM is
-        # no failure.
+        # Ray reads these when it is imported: it is not to drop lines that several ranks log alike, nor to take SIGTERM
+        # for a failure.
         os.environ |= {"RAY_DEDUP_LOGS": "0", "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
         from worker.executor.ray import RayRanks
 
@@ -47,7 +47,7 @@ def make_executor(settings: WorkerSettings) -> Executor:
 
 
 def _check_place(settings: WorkerSettings) -> None:
-    """Refuses sizes that the model can not be shared out to before so many ranks begin, where it is to be had here."""
+    """Refuses sizes that the model cannot be split into before the ranks start, if its config.json is on this host."""
     directory = Path(settings.model)
     try:
         config = read_config(directory)
@@ -68,8 +68,8 @@ def choose(
 
     Args:
         settings: of the worker.
-        environment: where torchrun says what it started.
-        num_gpus: of this host that the settings allow; 0: CPUs compute.
+        environment: the environment variables, where torchrun says what it started.
+        num_gpus: GPUs of this host that the settings allow; 0: CPUs compute.
         has_ray: whether the package is installed.
 
     Raises:
@@ -91,7 +91,7 @@ def choose(
             raise ModelError("--executor ray wants the package: pip install -e '.[ray]'")
         case name:
             return name, "--executor says so"
-    # Some platforms set both for each process, though it is the only one.
+    # Some platforms set both variables for every process, even for a single one.
     if under_torchrun and environment["WORLD_SIZE"] != "1":
         return "external", "torchrun has started this process"
     if size == 1:

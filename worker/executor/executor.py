@@ -1,4 +1,4 @@
-"""What the worker's front knows of whoever runs its steps. How many ranks there are, only the executor knows.
+"""What the worker's front knows of what runs its steps. Only the executor knows how many ranks there are.
 
 Steps are launched in order, by one thread; their answers come in the same order, and another thread may wait for them.
 """
@@ -10,18 +10,18 @@ from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfo
 
 
 class RankLost(Exception):
-    """A rank died, hangs or failed in a step; the others can not go on without it, nor can this process."""
+    """A rank died, hangs or failed in a step; neither the others nor this process can go on without it."""
 
 
 class Answer(Protocol):
-    """Of a step that was launched."""
+    """The answer of a launched step."""
 
     @property
     def is_finished(self) -> bool:
         """Whether `result` need not wait."""
 
     def result(self) -> ExecuteModelResponse:
-        """The answer, when it is there.
+        """The answer; waits until it is there.
 
         Raises:
             MalformedStep: nothing was computed.
@@ -36,26 +36,26 @@ class Executor(Protocol):
         """Loads the model; takes seconds, and belongs on the thread that will launch the steps.
 
         Args:
-            on_lost: called, by any thread, when steps can not be run any more, though none was being run.
+            on_lost: called, by any thread, when steps cannot be run any more, even if none is being run.
 
         Returns:
-            The answer to GetInfo, but for the epoch.
+            The answer to GetInfo, except for the epoch.
 
         Raises:
-            ModelError: it can not be had; the message says why.
+            ModelError: the model cannot be loaded; the message says why.
             RankLost: a rank ended meanwhile, and the log says why.
         """
 
     def launch(self, request: ExecuteModelRequest) -> Answer:
-        """Gives the ranks one step, behind those that they were given before.
+        """Launches one step on the ranks, after those launched before.
 
         Raises:
             MalformedStep: nothing was computed.
-            RankLost: there is a rank less.
+            RankLost: a rank is gone.
         """
 
     def is_usable(self) -> bool:
-        """Whether steps can still be run, after one that failed."""
+        """Whether steps can still be run after one that failed."""
 
     def close(self) -> None:
-        """Ends the ranks that are not this process; no step is launched any more."""
+        """Ends the ranks that are not this process; no step may be launched afterwards."""

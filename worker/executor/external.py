@@ -1,8 +1,8 @@
 """Ranks that torchrun has started, of which this process is one; see https://docs.pytorch.org/docs/stable/elastic/run.html.
 
-Rank 0 serves gRPC, and is the front: it has a line to each other rank (`lines.py`) and to its own, which runs on a
-thread beside. The others are ranks and nothing else. When one dies torchrun ends the group, and so does rank 0; when
-rank 0 ends, they do.
+Rank 0's process serves gRPC and is the front: it has a line to each other rank (`lines.py`) and to its own, which runs
+on another thread. The other processes are ranks and nothing else. When one dies, torchrun ends the group, and so does
+rank 0; when rank 0 ends, so do they.
 """
 
 import os
@@ -29,11 +29,11 @@ _RENDEZVOUS_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What torchrun says of this process.
+    """What torchrun says about this process.
 
     Attributes:
         place: as a rank.
-        host: what of its host is its own.
+        host: its part of its host.
         address: of rank 0's host, as the others know it.
     """
 
@@ -43,10 +43,10 @@ class Launched:
 
     @classmethod
     def read(cls, settings: WorkerSettings, environment: Mapping[str, str]) -> Self:
-        """From the environment.
+        """Reads it from the environment.
 
         Raises:
-            ModelError: it started other than the settings want.
+            ModelError: torchrun started other processes than the settings ask for, or none.
         """
         try:
             rank, world_size, local_rank, local_world_size = (
@@ -67,7 +67,7 @@ class Launched:
         )
 
     def meet(self) -> Store:
-        """The store that all ranks look into."""
+        """Waits for the store that all ranks share, and returns it."""
         if self.address == LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_RENDEZVOUS_S)))
@@ -85,14 +85,14 @@ class ExternalRanks:
         self._settings = settings
 
     def connect(self) -> list[Connection]:
-        """Waits for the others and begins to be one of them; gives the line to each, in order.
+        """Waits for the other ranks and starts its own; returns the line to each, in order.
 
         Raises:
-            ModelError: torchrun has started other than the settings want.
+            ModelError: torchrun has started other processes than the settings ask for.
             RankLost: not all have come.
         """
         launched = Launched.read(self._settings, os.environ)
-        # This process would serve on without torchrun, and keep its port from those that are started anew.
+        # Without torchrun this process would otherwise serve on, and keep its port from the processes started next.
         end_with_parent(signal.SIGTERM)
         store = launched.meet()
         others = meet_ranks(store, launched.address, range(1, launched.place.size), _nothing)
@@ -103,10 +103,10 @@ class ExternalRanks:
 
 
 def follow(settings: WorkerSettings) -> NoReturn:
-    """The life of a rank other than 0.
+    """Runs a rank other than 0; does not return.
 
     Raises:
-        ModelError: torchrun has started other than the settings want.
+        ModelError: torchrun has started other processes than the settings ask for.
     """
     launched = Launched.read(settings, os.environ)
     store = launched.meet()
@@ -118,4 +118,4 @@ def follow(settings: WorkerSettings) -> NoReturn:
 
 
 def _nothing(missing: list[int]) -> None:
-    """Torchrun itself looks whether all ranks live."""
+    """Does nothing: torchrun itself checks that all ranks are alive."""

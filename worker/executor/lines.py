@@ -1,8 +1,8 @@
 """Ranks in processes that the front has not started itself, on any host: a line to each, which is a TCP connection.
 
-Steps go out on all lines, and rank 0 answers on its own. A line ends with the process at either end: at once where the
-kernel of its host lives, within seconds where it does not. So a loss is seen while nothing runs, without a heartbeat,
-and however long a service idles, nothing times out; a collective of gloo or NCCL can do neither.
+Steps go out on all lines, and rank 0 answers on its own. A line ends with the process at either end: at once if the
+kernel of its host is alive, within seconds if it is not. So a loss is noticed even while nothing runs, without a
+heartbeat, and nothing times out, however long a service idles; a collective of gloo or NCCL can do neither.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from worker.executor.told import NumberedAnswer, read_outcome, tag_end, tag_info
 from worker.ranks import Host, Place
 
 LOOPBACK = "127.0.0.1"
-# How long ranks may take to come, and one that has come to say which it is.
+# How long ranks may take to connect, and one that has connected to say which it is.
 _MEETING_S, _GREETING_S = 600.0, 5.0
 _LOOK_S = 0.25
 # The front's address and a secret, in the store.
 _FRONT = "pagewire/front"
 _SECRET_BYTES, _RANK_BYTES = 16, 4
-# A host that is gone without a word is missed after 5 + 3 * 3 s, or when it has confirmed nothing for as long.
+# A host that vanishes silently is noticed after 5 + 3 * 3 s, or when it has acknowledged nothing for that long.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
 
-# Why no step can be run any more, where that is as it should be.
+# The reason that no step can be run any more after an orderly close.
 _CLOSED = "closed"
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class LinesExecutor:
     """See `Executor`.
 
     Args:
-        connect: gives the line to each rank, in order; raises ModelError or RankLost.
+        connect: returns the line to each rank, in order; raises ModelError or RankLost.
     """
 
     def __init__(self, connect: Callable[[], list[Connection]]) -> None:
@@ -73,7 +73,7 @@ class LinesExecutor:
         """See `Executor`."""
         message = request.SerializeToString()
         try:
-            # The first stage, which has the highest ranks, is not to wait until the last one has read.
+            # The first stage, which has the highest ranks, should not wait until the last one has read.
             for line in reversed(self._lines):
                 line.send_bytes(message)
         except OSError as error:
@@ -91,7 +91,7 @@ class LinesExecutor:
         self._hang_up()
 
     def answer(self, number: int) -> Outcome:
-        """What rank 0 tells of the step that was launched as the `number`th; those before are passed over."""
+        """Rank 0's answer to the `number`th step that was launched; answers to earlier steps are skipped."""
         try:
             while True:
                 outcome = read_outcome(self._lines[0].recv_bytes())
@@ -104,14 +104,14 @@ class LinesExecutor:
             raise self._end("rank 0 is gone") from error
 
     def _watch(self, on_lost: Callable[[], None]) -> None:
-        """Waits for the end of any line."""
+        """Waits until any line ends, and then ends all ranks."""
         poll = select.poll()
         for line in self._lines:
             poll.register(line.fileno(), select.POLLRDHUP)
         ended = {descriptor for descriptor, _ in poll.poll()}
         for rank, line in enumerate(self._lines):
             if self._loss is None and line.fileno() in ended:
-                # Whoever waits for an answer reads rank 0's line.
+                # Rank 0's line is read by the thread that waits for an answer.
                 self._end(f"rank {rank} is gone" if rank == 0 else _last_word(rank, line))
         if self._loss != _CLOSED:
             on_lost()
@@ -125,14 +125,14 @@ class LinesExecutor:
         return RankLost(self._loss)
 
     def _hang_up(self) -> None:
-        """Ends all lines. To close them is not enough: the kernel keeps one that somebody watches."""
+        """Ends all lines. Closing them is not enough: the kernel keeps a line that a thread is polling."""
         for line in self._lines:
             with socket.socket(fileno=os.dup(line.fileno())) as end, contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
 
 def _last_word(rank: int, line: Connection) -> str:
-    """Why a rank that nobody asks has ended."""
+    """Why a rank whose answers are not read has ended."""
     with contextlib.suppress(EOFError, OSError):
         return f"rank {rank} failed: {read_outcome(line.recv_bytes())}"
     return f"rank {rank} is gone"
@@ -141,16 +141,16 @@ def _last_word(rank: int, line: Connection) -> str:
 def meet_ranks(
     store: Store, address: str, expected: Collection[int], look: Callable[[list[int]], None]
 ) -> Mapping[int, Connection]:
-    """The lines to ranks, by their number, once all of them have come.
+    """The lines to ranks, by their number, once all of them have connected.
 
     Args:
-        store: that they look into.
+        store: where they find this address.
         address: of this host, as they know it.
         expected: their numbers.
-        look: is shown those that have not come, and raises where it knows that one will not.
+        look: called with those that have not connected; raises if it knows that one never will.
 
     Raises:
-        RankLost: not all came in time.
+        RankLost: not all connected in time.
     """
     secret = secrets.token_bytes(_SECRET_BYTES)
     lines: dict[int, Connection] = {}
@@ -175,15 +175,15 @@ def meet_ranks(
 
 
 def run_here(line: Connection, rank: Rank, number: int) -> bool:
-    """Loads and runs a rank until its line ends, or it does.
+    """Loads and runs a rank until its line ends or it fails.
 
     Args:
         line: to the front.
-        rank: that is run.
-        number: of it; only rank 0 answers.
+        rank: the rank to run.
+        number: its number; only rank 0 answers.
 
     Returns:
-        Whether it was the line.
+        Whether it was the line that ended.
     """
 
     def steps() -> bytes | None:
@@ -213,13 +213,13 @@ def run_here(line: Connection, rank: Rank, number: int) -> bool:
 
 
 def be_rank(line: Connection, settings: WorkerSettings, place: Place, host: Host, store: Store) -> NoReturn:
-    """The life of a process that is a rank and nothing else: it ends with the front, with status 0 then.
+    """Runs a process that is a rank and nothing else: it ends when the front does, with status 0 then.
 
     Args:
         line: to the front.
         settings: of the worker.
-        place: where it stands.
-        host: what of its host is its own.
+        place: the rank's.
+        host: its part of its host.
         store: where it finds the other ranks.
     """
     threading.Thread(target=_end_with, args=(line.fileno(),), name="watch", daemon=True).start()
@@ -229,7 +229,7 @@ def be_rank(line: Connection, settings: WorkerSettings, place: Place, host: Host
 
 
 def dial(store: Store, rank: int) -> Connection:
-    """The line to the front, for the process of a rank."""
+    """The line to the front, for a rank's process."""
     address, port, secret = store.get(_FRONT).decode().split()
     peer = socket.create_connection((address, int(port)), timeout=_GREETING_S)
     peer.sendall(bytes.fromhex(secret) + rank.to_bytes(_RANK_BYTES))
@@ -246,7 +246,7 @@ def _line(peer: socket.socket) -> Connection:
 
 
 def _end_with(line: int) -> NoReturn:
-    """Ends this process when the front is gone, whatever it is at: nobody needs it any more."""
+    """Ends this process when the front is gone, whatever it is doing: it is not needed any more."""
     poll = select.poll()
     poll.register(line, select.POLLRDHUP)
     poll.poll()

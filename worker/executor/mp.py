@@ -1,8 +1,8 @@
 """Ranks as processes of this host. This process, the front, computes nothing.
 
 Steps go to all ranks through memory that they share (`ring.py`); rank 0 answers through a pipe. Ranks die with the
-front, and when one of them ends or is stopped, the front ends the others and itself, within a fraction of a second; who
-started it starts it anew.
+front, and when one of them ends or is stopped, the front ends the others and itself, within a fraction of a second; it
+is for the front's parent to start it again.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from worker.inputs import MalformedStep
 from worker.ranks import Host, Place
 
 _HOST = "127.0.0.1"
-# How often the front looks whether a rank was stopped by a signal; that one has ended it is told at once.
+# How often the front checks whether a rank was stopped by a signal; when one has ended, it is told at once.
 _LOOK_S = 0.25
 
 log = logging.getLogger(__name__)
@@ -50,11 +50,11 @@ class MpExecutor:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        # Of the addresses where ranks find each other; NCCL's threads look into it as long as they live.
+        # Holds the addresses where ranks find each other; NCCL's threads read it as long as they run.
         self._store: TCPStore | None = None
         self._processes: list[BaseProcess] = []
         self._steps: RingWriter | None = None
-        # From each rank, what it tells.
+        # What each rank reports.
         self._told: list[Connection] = []
         self._num_launched = 0
         self._num_answered = 0
@@ -62,7 +62,7 @@ class MpExecutor:
         self._has_ended = threading.Event()
 
     def load(self, on_lost: Callable[[], None]) -> GetInfoResponse:
-        """See `Executor`. Ranks are children of the thread that calls, and die with it."""
+        """See `Executor`. Ranks are children of the calling thread, and die with it."""
         size = self._settings.num_ranks
         self._store = _open_store()
         context = multiprocessing.get_context("spawn")
@@ -111,7 +111,7 @@ class MpExecutor:
             process.join()
 
     def answer(self, number: int) -> Outcome:
-        """What rank 0 tells of the step that was launched as the `number`th; those before are passed over."""
+        """Rank 0's answer to the `number`th step that was launched; answers to earlier steps are skipped."""
         try:
             while True:
                 message = self._told[0].recv_bytes()
@@ -125,7 +125,7 @@ class MpExecutor:
             raise self._lost() from error
 
     def _wait_for_infos(self) -> GetInfoResponse:
-        """Rank 0's, once all ranks are ready."""
+        """Rank 0's info, once all ranks are ready."""
         try:
             return wait_for_infos(self._told)
         except (ModelError, RankLost):
@@ -150,20 +150,20 @@ class MpExecutor:
             process.kill()
 
     def _lost(self) -> RankLost:
-        """Why a pipe ended: the watch is about to say so, if it has not."""
+        """Why a pipe ended: the watch thread is about to say so, if it has not already."""
         self._has_ended.wait(timeout=2 * _LOOK_S)
         return RankLost(self._loss or "a rank closed its pipe")
 
 
 def _open_store() -> TCPStore:
-    """Where ranks find each other. By itself it would listen at all addresses of the host, and it believes anybody."""
+    """Where ranks find each other. By default it would listen on all of the host's addresses, and it trusts anyone."""
     listening = socket.create_server((_HOST, 0))
     port = listening.getsockname()[1]
     return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _loss(processes: Sequence[BaseProcess]) -> str | None:
-    """Which rank ended, or was stopped, and how; None while all go on."""
+    """Which rank ended, or was stopped, and how; None while all run."""
     for process in processes:
         if (code := process.exitcode) is not None:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
@@ -183,7 +183,7 @@ class _Start:
 
     Attributes:
         settings: of the worker, JSON.
-        place: where it stands.
+        place: the rank's.
         port: of the store.
         front: the front's pid.
     """
@@ -196,18 +196,18 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Descriptor:
-    """A file descriptor for a process that is being spawned, which gets the number of its own instead."""
+    """A file descriptor for a process that is being spawned, which gets the number of its own copy instead."""
 
     number: int
 
     def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
-        """It is inherited so. A `DupFd` made before that is fetched at a socket, whose folder outlives this process."""
+        """So it is inherited. A `DupFd` made earlier is fetched from a socket, whose folder outlives this process."""
         return methodcaller("detach"), (DupFd(self.number),)
 
 
 def _run(start: _Start, steps: int, meeting: int, places: Connection, tell: Connection) -> None:
-    """The life of a rank's process."""
-    # The front ends it, and what ends the front ends it too: a signal to the group of processes is for the front alone.
+    """Runs a rank's process until it ends."""
+    # The front ends it, and what ends the front ends it too: a signal to the process group is for the front alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)

@@ -23,20 +23,20 @@ from worker.step_in_flight import StepInFlight
 
 log = logging.getLogger(__name__)
 
-# What became of a step; or why nothing did, which for a malformed one is not the rank's fault.
+# The response to a step, or why there is none; a malformed step is not the rank's fault.
 Outcome = ExecuteModelResponse | Exception
-# The others load for as long as this, when this one has.
+# How long the others may still be loading when this one has loaded.
 _MEETING_S = 600.0
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Lets the kernel send this process a signal when the thread that has started it is gone (Linux)."""
+    """Has the kernel send this process a signal when the thread that has started it is gone (Linux)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def start_rank_logging(settings: WorkerSettings, number: int) -> None:
-    """Logs as the worker does, with the rank's number behind its name."""
+    """Logs as the worker does, with the rank's number after its name."""
     name = f"{settings.log_name or 'worker'}/{number}"
     start_logging("worker", settings.model_copy(update={"log_name": name}))
 
@@ -46,10 +46,10 @@ class Rank:
 
     Args:
         settings: of the worker.
-        place: where this one stands.
-        host: what of its host is this one's.
-        store: that all ranks look into to find each other.
-        meeting: descriptor of memory that it shares with its tensor group; None: it does not.
+        place: this rank's.
+        host: this rank's part of its host.
+        store: where all ranks find each other.
+        meeting: descriptor of memory that it shares with its tensor group; None: there is none.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Rank:
         return kernels.meeting(self._meeting, place.tensor_rank, place.tensor_size, timeout_s)
 
     def launch(self, message: bytes) -> "StepInFlight | MalformedStep":
-        """Gives the device one step.
+        """Launches one step on the device; returns the error if it is malformed.
 
         Raises:
-            MalformedStep: stages look at different things in it, so the others may have begun.
+            MalformedStep: there are several stages, which check different parts of it: the others may have begun.
         """
         assert self._loaded is not None, "not loaded"
         try:
@@ -94,11 +94,11 @@ class Rank:
             return error
 
     def run(self, steps: Callable[[], bytes | None], answer: Callable[[Outcome], None] | None) -> None:
-        """Runs steps until there are no more; the next one is read while the device is at those before.
+        """Runs steps until there are no more; the next one is read while the device is running those before.
 
         Args:
-            steps: the next one, when it is there; None: there are no more.
-            answer: what is told of the outcome of each, by any thread but in order; None: nobody asks this rank.
+            steps: waits for the next one and returns it; None if there are no more.
+            answer: called with the outcome of each, by any thread but in order; None: this rank does not answer.
         """
         waiting: queue.Queue[StepInFlight | MalformedStep] = queue.Queue()
 
@@ -114,7 +114,7 @@ class Rank:
             if answer is None:
                 continue
             if waiting.unfinished_tasks == 0 and (isinstance(step, MalformedStep) or step.is_finished):
-                answer(_outcome(step))  # what a thread takes to wake up is a good part of a short step
+                answer(_outcome(step))  # the time to wake up a thread is a good part of a short step
             else:
                 waiting.put(step)
 

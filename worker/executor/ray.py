@@ -1,8 +1,8 @@
 """Ranks as actors of Ray, on one node or on many (Moritz et al., OSDI'18, arXiv:1712.05889).
 
-Ray finds nodes with room for the ranks, and starts a process for each there. What they say to each other then, and the
-steps, do not go through Ray: each rank has a line to the front (`lines.py`), and ends with it. Ray starts no rank
-again; the front ends when one is gone, and whoever started it starts it anew, with a placement group of its own.
+Ray finds nodes with room for the ranks, and starts a process for each there. Neither the steps nor what ranks send to
+each other go through Ray: each rank has a line to the front (`lines.py`), and ends with it. Ray does not restart ranks;
+the front ends when one is gone, and it is for its parent to start it again, with a new placement group.
 """
 
 import logging
@@ -26,18 +26,18 @@ from worker.executor.lines import LOOPBACK, be_rank, dial, meet_ranks
 from worker.executor.rank import end_with_parent, start_rank_logging
 from worker.ranks import Host, Place
 
-# How long to wait for room, which those who had it may be about to leave, and which a cluster may be about to grow.
+# How long to wait for room: others may be about to leave some, or the cluster may be about to grow.
 _PLACEMENT_S = 120.0
-# Of a cluster of our own: nothing of ours goes through it, and Ray wants no less than 75 MB.
+# For a cluster of our own: nothing of ours goes through the store, and Ray requires at least 75 MB.
 _OBJECT_STORE_BYTES = 100_000_000
-# How long a cluster may take to take a connection.
+# How long a cluster may take to accept a connection.
 _ANSWER_S = 10.0
-# What `worker.__main__` sets before torch is imported, for those whom the nodes of another's cluster start.
+# What `worker.__main__` sets before torch is imported, passed on to ranks that nodes of an existing cluster start.
 _HANDED_ON = ("GOMP_SPINCOUNT",)
 
 
 class RayRanks:
-    """The ranks of a worker. Ray lets them live as long as this object and its process do.
+    """The ranks of a worker. Ray keeps them running as long as this object and its process exist.
 
     Args:
         settings: of the worker.
@@ -47,12 +47,12 @@ class RayRanks:
         self._settings = settings
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
-        # Of each rank, what Ray knows of its life.
+        # For each rank, the pending result of its `run`: ready only when it has ended.
         self._lives: list[ray.ObjectRef[None]] = []
         self._store: TCPStore | None = None
 
     def connect(self) -> list[Connection]:
-        """Starts them; gives the line to each, in order.
+        """Starts the ranks; returns the line to each, in order.
 
         Raises:
             ModelError: there is no cluster, or no room in it.
@@ -101,10 +101,10 @@ class RankActor:
     """A rank's process, as Ray sees it."""
 
     def run(self, settings_json: str, place: Place, host: Host, address: str, port: int) -> None:
-        """The rank's life; does not return."""
-        # What ends the raylet ends its ranks, at once.
+        """Runs the rank; does not return."""
+        # When the raylet ends, so do its ranks, at once.
         end_with_parent(signal.SIGKILL)
-        # From a terminal it reaches all processes; the front drains then.
+        # From a terminal, SIGINT reaches all processes; the front then drains.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if address == LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -116,12 +116,12 @@ class RankActor:
 
 
 def deal_bundles(nodes: Sequence[str], here: str, *, has_gpus: bool) -> list[tuple[int, Host]]:
-    """For each rank in order, its bundle and what of its host is its own; ranks of a node follow each other.
+    """For each rank in order, its bundle and its part of its host; the ranks of a node are consecutive.
 
     Args:
         nodes: where each bundle is.
         here: the front's node, whose ranks come first.
-        has_gpus: whether a bundle is a GPU; Ray shows each rank its own alone.
+        has_gpus: whether a bundle is a GPU; Ray shows each rank only its own.
     """
     order = sorted(range(len(nodes)), key=lambda bundle: (nodes[bundle] != here, nodes[bundle], bundle))
     counts, seen, dealt = Counter(nodes), Counter[str](), []
@@ -136,16 +136,16 @@ def _join_cluster(settings: WorkerSettings) -> None:
     """Joins the cluster that the settings name, or starts one.
 
     Raises:
-        ModelError: it can not be joined.
+        ModelError: it cannot be joined or started.
     """
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0"}
     _forget_factory()
-    # For our gRPC, which has read it; Ray's own knows other names, and complains in each of its processes.
+    # It is for our gRPC, which has read it; Ray's own gRPC knows other names, and complains in each of its processes.
     os.environ.pop("GRPC_EXPERIMENTS", None)
     own: dict[str, Any] = {"num_cpus": settings.num_ranks, "object_store_memory": _OBJECT_STORE_BYTES}
     if settings.device == "cpu":
         own["num_gpus"] = 0
-    logging.getLogger("ray").setLevel(logging.ERROR)  # signals are for the main thread, it warns
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that signals are for the main thread
     try:
         if ":" in settings.ray_address:  # Ray would try for two minutes
             host, _, port = settings.ray_address.rpartition(":")
@@ -167,7 +167,7 @@ def _join_cluster(settings: WorkerSettings) -> None:
 
 
 def _forget_factory() -> None:
-    """Ray's adds a fact of its own to each line that is logged."""
+    """Removes Ray's record factory, which adds a field of its own to each line that is logged."""
     logging.setLogRecordFactory(logging.LogRecord)
 
 
@@ -182,10 +182,10 @@ def _computes_on_gpus(settings: WorkerSettings) -> bool:
 
 
 def _make_room(settings: WorkerSettings, kind: str) -> PlacementGroup:
-    """A bundle for each rank, on as few nodes as there can be.
+    """A bundle for each rank, on as few nodes as possible.
 
     Raises:
-        ModelError: the cluster has not so many.
+        ModelError: the cluster does not have that many.
     """
     size = settings.num_ranks
     has_room = bool(settings.ray_address) or ray.cluster_resources().get(kind, 0) >= size

@@ -1,8 +1,8 @@
-"""Messages from one process to several through memory that they share: written once, whoever reads them.
+"""Messages from one process to several through memory that they share: written once, however many read them.
 
-The memory holds messages one behind the other, and begins again at its start. A pipe to each reader carries only where
-a message stands, which wakes the reader up, and ends when the writer does. Each reader tells how far it has read by a
-number in the shared memory that nobody else writes. The memory has no name, so nothing of it outlives the processes.
+The memory holds messages one after the other, and wraps around at its end. A pipe to each reader carries only the place
+of a message, which wakes the reader up, and ends when the writer does. Each reader tells how far it has read by a
+number in the shared memory that only it writes. The memory has no name, so nothing of it outlives the processes.
 """
 
 import mmap
@@ -19,11 +19,11 @@ _PLACE = struct.Struct("<QQ")
 
 
 class RingWriter:
-    """The one that writes.
+    """The writer.
 
     Args:
-        readers: the writing end of the pipe to each of them.
-        capacity_bytes: of the messages that not all of them have read.
+        readers: the writing end of the pipe to each reader.
+        capacity_bytes: most bytes of the messages that not all readers have read.
 
     Attributes:
         descriptor: of the memory, for the readers.
@@ -36,11 +36,11 @@ class RingWriter:
         os.ftruncate(self.descriptor, capacity_bytes + len(readers) * _COUNTER_BYTES)
         self._memory = mmap.mmap(self.descriptor, 0)
         self._read = _counters(self._memory, capacity_bytes)
-        # Bytes written since the beginning, with those that were passed over at the end of the memory.
+        # Bytes written since the beginning, including those that were skipped at the end of the memory.
         self._written = 0
 
     def write(self, message: bytes) -> None:
-        """Sends a message to all readers; waits while they have not read enough for there to be room.
+        """Sends a message to all readers; waits until they have read enough for there to be room.
 
         Raises:
             ValueError: it is larger than the memory.
@@ -52,7 +52,7 @@ class RingWriter:
         if start % self._capacity + len(message) > self._capacity:
             start += self._capacity - start % self._capacity
         end = start + len(message)
-        # Readers who have read all that was written are not told of what was passed over.
+        # The numbers of readers that have read all that was written do not include what is skipped now.
         while end - (read := min(self._read)) > self._capacity and read < self._written:
             time.sleep(_FULL_POLL_S)
         offset = start % self._capacity
@@ -63,13 +63,13 @@ class RingWriter:
 
 
 class RingReader:
-    """One of those that read.
+    """One of the readers.
 
     Args:
         descriptor: of the writer's memory.
         index: among the readers.
-        places: the reading end of this one's pipe.
-        capacity_bytes: as the writer has it.
+        places: the reading end of this reader's pipe.
+        capacity_bytes: the writer's.
     """
 
     def __init__(self, descriptor: int, index: int, places: Connection, capacity_bytes: int = CAPACITY_BYTES) -> None:
@@ -78,7 +78,7 @@ class RingReader:
         self._read = _counters(self._memory, capacity_bytes)
 
     def read(self) -> bytes:
-        """The next message, when it is there.
+        """The next message; waits until it is there.
 
         Raises:
             EOFError: the writer is gone.
@@ -91,5 +91,5 @@ class RingReader:
 
 
 def _counters(memory: mmap.mmap, capacity_bytes: int) -> "memoryview[int]":
-    """How far each reader has read. An entry is written at once; `struct` would clear it, and write byte by byte."""
+    """How far each reader has read. An entry is written at once; `struct` would clear it and write byte by byte."""
     return memoryview(memory)[capacity_bytes:].cast("Q")

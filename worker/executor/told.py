@@ -11,24 +11,24 @@ from worker.executor.executor import RankLost
 from worker.executor.rank import Outcome
 from worker.inputs import MalformedStep
 
-# In front of what is told.
+# The first byte of each message.
 _INFO, _RESPONSE, _MALFORMED, _MODEL_ERROR, _FAILURE = b"I", b"R", b"M", b"E", b"F"
 
 
 def tag_info(info: GetInfoResponse) -> bytes:
-    """For a rank that is ready."""
+    """The message of a rank that is ready."""
     return _INFO + info.SerializeToString()
 
 
 def tag_end(error: Exception) -> bytes:
-    """For a rank that ends."""
+    """The message of a rank that ends."""
     if isinstance(error, ModelError):
         return _MODEL_ERROR + str(error).encode()
     return _FAILURE + "".join(traceback.format_exception(error)).rstrip().encode()
 
 
 def tag_outcome(outcome: Outcome) -> bytes:
-    """For a step."""
+    """The message with the outcome of a step."""
     match outcome:
         case ExecuteModelResponse():
             return _RESPONSE + outcome.SerializeToString()
@@ -38,7 +38,7 @@ def tag_outcome(outcome: Outcome) -> bytes:
 
 
 def read_outcome(message: bytes) -> Outcome:
-    """What became of a step; RankLost where the rank has failed in it, or ended before."""
+    """The outcome of a step; RankLost if the rank has failed in it, or ended before."""
     tag, text = message[:1], message[1:]
     if tag == _RESPONSE:
         return ExecuteModelResponse.FromString(text)
@@ -49,11 +49,11 @@ def read_outcome(message: bytes) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class NumberedAnswer:
-    """Of a step; see `Answer`. Those of the same executor are asked for in order.
+    """The answer of a step; see `Answer`. Those of the same executor are asked for in order.
 
     Attributes:
-        outcome_of: what became of a step, when it is there.
-        number: of the step, as it was launched.
+        outcome_of: waits for the outcome of a step, by its number, and returns it.
+        number: of the step, in the order of launch.
     """
 
     outcome_of: Callable[[int], Outcome]
@@ -61,7 +61,7 @@ class NumberedAnswer:
 
     @property
     def is_finished(self) -> bool:
-        """See `Answer`: nobody knows."""
+        """See `Answer`; it is not known without waiting."""
         return False
 
     def result(self) -> ExecuteModelResponse:
@@ -73,15 +73,15 @@ class NumberedAnswer:
 
 
 def wait_for_infos(ranks: Sequence[Connection]) -> GetInfoResponse:
-    """Rank 0's, once all ranks are ready.
+    """Rank 0's info, once all ranks are ready.
 
     Args:
-        ranks: what each of them tells.
+        ranks: the line or pipe from each of them.
 
     Raises:
-        ModelError: one can not load the model.
+        ModelError: one cannot load the model.
         RankLost: one has failed.
-        EOFError, OSError: one has ended and says nothing.
+        EOFError, OSError: one has ended without a message.
     """
     info = GetInfoResponse()
     missing = dict(zip(ranks, range(len(ranks)), strict=True))
@@ -92,7 +92,7 @@ def wait_for_infos(ranks: Sequence[Connection]) -> GetInfoResponse:
             try:
                 message = told.recv_bytes()
             except (EOFError, OSError) as error:
-                end = error  # maybe because another one can not load, and has said why
+                end = error  # maybe because another one cannot load, and has said why
                 continue
             tag, text = message[:1], message[1:]
             if tag == _MODEL_ERROR:

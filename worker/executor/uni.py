@@ -17,7 +17,7 @@ class UniExecutor:
         self._loaded: LoadedWorker | None = None
 
     def load(self, on_lost: Callable[[], None]) -> GetInfoResponse:
-        """See `Executor`; nothing but a step tells of a lost device."""
+        """See `Executor`; only a step shows that the device is lost, so `on_lost` is never called."""
         cores = os.sched_getaffinity(0)
         self._loaded = load_worker(self._settings)
         populate_beside(self._loaded.runner, cores)
@@ -33,4 +33,4 @@ class UniExecutor:
         return self._loaded is not None and self._loaded.runner.is_usable()
 
     def close(self) -> None:
-        """See `Executor`; there are none."""
+        """See `Executor`; there are no other ranks."""

@@ -10,15 +10,15 @@ from kernels.choice import Operations
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the tokens of one step stand in the cache; built once, handed to every layer.
+    """Where the tokens of one step are in the cache; built once, passed to every layer.
 
     Attributes:
         slot_mapping: [num_tokens] int64, the slot that each token's K and V are written to.
-        block_tables: [num_rows, max_blocks] int32; entries behind a row's last block are any valid block.
-        query_starts: [num_rows + 1] int32, the first token of each row, and num_tokens.
-        context_lengths: [num_rows] int32, tokens of each row with those of this step.
-        bounds: what the host knows of the rows, so that no kernel's launch waits to be told by the device.
-        scored: [num_scored] int64, ascending: the tokens whose hidden states are asked for; None: all of them.
+        block_tables: [num_rows, max_blocks] int32; entries after a row's last block are any valid block.
+        query_starts: [num_rows + 1] int32, the index of each row's first token, then num_tokens.
+        context_lengths: [num_rows] int32, tokens of each row, including those of this step.
+        bounds: what the host knows of the rows, so that no kernel launch has to wait for the device.
+        scored: [num_scored] int64, ascending: indices of the tokens whose hidden states are asked for; None: all.
     """
 
     slot_mapping: Tensor
@@ -29,7 +29,7 @@ class AttentionMetadata:
     scored: Tensor | None = None
 
     def pick_scored(self, x: Tensor) -> Tensor:
-        """Of [num_tokens, ...], what is asked for."""
+        """The rows of [num_tokens, ...] that are asked for."""
         return x if self.scored is None else x[self.scored]
 
 
@@ -45,13 +45,13 @@ def attend_rotated(
     """Rotates queries and keys, writes K and V into the layer's cache, and attends to all of their sequences in it.
 
     Args:
-        operations: to do it with; those that every other access to the cache goes through.
+        operations: the ones that every other access to the cache goes through as well.
         heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], each token's queries, keys and values; overwritten.
         rotation: cosines and sines of each token's position, [num_tokens, head_dim / 2] each.
         layer_cache: K and V cache of this layer, [num_blocks, block_size, num_kv_heads, head_dim] each.
         metadata: of this step.
         scale: factor of the scores before the softmax.
-        window: how many tokens a query sees, its own among them; None: all before it.
+        window: how many tokens a query sees, itself included; None: all before it.
 
     Returns:
         [num_tokens, num_heads, head_dim].
@@ -71,7 +71,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """As `attend_rotated`, for queries and keys that are as they are to be.
+    """As `attend_rotated`, for queries and keys that are not to be rotated here.
 
     Args:
         operations: see there.
@@ -82,7 +82,7 @@ def attend(
         metadata: see there.
         scale: see there.
         window: see there.
-        softcap: what the scores are bounded by; None: nothing.
+        softcap: bound of the scores; None: none.
 
     Returns:
         [num_tokens, num_heads, head_dim].

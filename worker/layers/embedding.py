@@ -10,19 +10,19 @@ from worker.layers.linear import Linear
 from worker.ranks import ALONE, Ranks
 from worker.shares import Target, part
 
-# Tensors that are there have a shape and no memory.
+# Tensors on this device have a shape but no memory.
 _NOWHERE = torch.device("meta")
 
 
 class Embedding:
-    """One learned vector for each token id, of which each rank holds some.
+    """One learned vector for each token id; each rank holds some of them.
 
     Args:
-        vocabulary_size: token ids.
-        size: values of a vector.
-        ranks: that share the vectors out.
-        tied: whether the head, which is the last stage's, takes them for its weights. They take no memory at a stage
-            that has no use for them.
+        vocabulary_size: number of token ids.
+        size: values in a vector.
+        ranks: those that share the vectors.
+        tied: whether the head, which is on the last stage, uses them as its weights. They take no memory on a stage
+            that does not use them.
         dtype: of the vectors.
         device: where they live.
     """
@@ -44,7 +44,7 @@ class Embedding:
         self.weight = torch.empty(self.share.size, size, dtype=dtype, device=device)
 
     def checkpoint_tensors(self, name: str) -> dict[str, Target]:
-        """The name of the tensor in the checkpoint -> the one that its rows fill, where that is held."""
+        """The name of the tensor in the checkpoint -> the one that its rows fill; empty if that is not held here."""
         return {name: part(self.weight, 0, self.share)} if self._is_held else {}
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -62,8 +62,8 @@ class Head(Linear):
 
     Args:
         size: values of a hidden state.
-        vocabulary_size: token ids; each rank scores some, and gets to know the scores of all.
-        ranks: that share them out; the weights take no memory where they are not of the last stage.
+        vocabulary_size: number of token ids; each rank scores some, and gets the scores of all.
+        ranks: those that share them; the weights take no memory outside the last stage.
         dtype: of the weights.
         device: where they live.
     """
@@ -78,12 +78,12 @@ class Head(Linear):
         self._room: Tensor | None = None
 
     def tie(self, embedding: Embedding) -> None:
-        """Takes the embedding's vectors for weights."""
+        """Uses the embedding's vectors as weights."""
         self.weight = embedding.weight
         self._tied = embedding
 
     def pack(self, operations: Operations) -> None:
-        """As `Linear.pack`, at the last stage; so are an embedding's vectors that only the head has a use for."""
+        """As `Linear.pack`, on the last stage; lets tied vectors go as well if only the head uses them."""
         if not self._ranks.place.is_last:
             return
         super().pack(operations)
@@ -93,35 +93,35 @@ class Head(Linear):
             self._multiply.make_screen()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_samples, size] -> [num_samples, vocabulary_size]; made in C++, they stand until the next call."""
+        """[num_samples, size] -> [num_samples, vocabulary_size]; if made in C++, valid until the next call."""
         return self._ranks.gather(self._scores(x), self._share)
 
     @property
     def can_find_best(self) -> bool:
-        """Whether `find_best` is to be had: where this rank scores all token ids, in C++."""
+        """Whether `find_best` can be called: only if this rank scores all token ids, in C++."""
         return self._share.is_whole and isinstance(self.packed, CpuLinear)
 
     @property
     def has_screen(self) -> bool:
-        """Whether `find_best` goes by one, and the normalizers that it gives are off by some thousandths."""
+        """Whether `find_best` uses a screen, so that the normalizers that it returns are off by some thousandths."""
         return isinstance(self.packed, CpuLinear) and self.packed.has_screen
 
     def find_best(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalizers, best tokens and their logits, without memory for all others; see `CpuLinear.score`."""
+        """Normalizers, best tokens and their logits, without memory for the other logits; see `CpuLinear.score`."""
         assert isinstance(self.packed, CpuLinear)
         return self.packed.score(x)
 
     def _scores(self, x: Tensor) -> Tensor:
-        """This rank's, on a CPU in memory that is kept.
+        """This rank's scores; if made in C++, in memory that is kept.
 
-        Tens of megabytes at a time are too much for malloc to keep them: it gives them back to the system, and a step
+        Tens of megabytes at a time are too much for malloc to keep: it returns them to the system, and the next step
         would take them anew, page by page.
         """
         if not isinstance(self.packed, CpuLinear):
             return super().__call__(x)
         if self._room is None or len(self._room) < len(x):
-            self._room = None  # before the next one is taken
-            # A power of two, to be large enough soon; rows that nobody has written take no memory.
+            self._room = None  # freed before the next one is taken
+            # A power of two, so that it is soon large enough; rows that were never written take no memory.
             num_rows = 1 << (len(x) - 1).bit_length()
             self._room = torch.empty(num_rows, self._share.size, dtype=torch.float32)
         return self.packed(x, self._room[: len(x)])

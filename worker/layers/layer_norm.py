@@ -1,6 +1,6 @@
 """LayerNorm with its learned weight and bias (Ba et al. 2016, arXiv:1607.06450).
 
-By torch on every device: it is one launch there already, so a kernel of ours would have nothing to save.
+torch computes it on every device: that is one launch already, so a kernel of ours would save nothing.
 """
 
 import torch
@@ -16,8 +16,8 @@ class LayerNorm:
     Args:
         size: of the last dimension.
         epsilon: added to the variance.
-        learned: whether there are a weight and a bias; else they are ones and zeros.
-        dtype: of both, which is the input's as well.
+        learned: whether weight and bias are learned; if not, they are ones and zeros.
+        dtype: of both, and of the input.
         device: where they live.
     """
 

@@ -1,7 +1,7 @@
 """Linear layers: y = x W^T + b, several of a checkpoint's projections stacked into one where they share their input.
 
 Layers are plain objects that hold tensors and are called. Nothing here is trained, so the registries and hooks of
-nn.Module would have no work, and their share of each call shows in a decode step.
+nn.Module would be of no use, and their cost in each call shows in a decode step.
 """
 
 from collections.abc import Mapping
@@ -17,19 +17,19 @@ from worker.shares import Share, Target, part, whole
 
 
 class Linear:
-    """One matrix product for all of `outputs`, whose results stand side by side in the last dimension.
+    """One matrix product for all of `outputs`, whose results are side by side in the last dimension.
 
-    It is filled, then packed, then called. Of several ranks each may hold a share of the outputs of every projection.
+    It is filled, then packed, then called. With several ranks, each may hold a share of every projection's outputs.
 
     Args:
         in_features: size of the input.
         outputs: the checkpoint's name of each stacked projection -> its number of outputs, or this rank's share of
             them, in order.
-        bias: whether each has one.
-        dtype: of the weights, which is the input's as well.
+        bias: whether each projection has one.
+        dtype: of the weights and of the input.
         device: where they live.
         widened: whether the results are float32.
-        gated: whether the second half of the results comes out, each times silu of its gate in the first.
+        gated: whether only the second half of the results is returned, each times the silu of its gate in the first.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Linear:
 
     @cached_property
     def weight(self) -> Tensor:
-        """[out_features, in_features], plain. It takes its memory when it is asked for first: to be filled."""
+        """[out_features, in_features], plain. It takes its memory when it is first asked for, to be filled."""
         return self._make_weight()
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
@@ -66,33 +66,33 @@ class Linear:
         return tensors
 
     def pack(self, operations: Operations) -> None:
-        """Puts the loaded weight into the layout that these multiply fastest; the plain one is let go then."""
+        """Puts the loaded weight into the layout that `operations` multiply fastest, and lets the plain one go."""
         self._multiply = operations.linear(self.weight, self.bias, widened=self._widened, gated=self._gated)
         if not isinstance(self._multiply, PlainLinear):
             self.weight = self.weight.new_empty(0)
 
     @property
     def packed(self) -> LinearLayer:
-        """What `pack` made of it."""
+        """What `pack` made of the weight."""
         assert self._multiply is not None, "not packed"
         return self._multiply
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, in_features] -> [num_tokens, the sum of all outputs], or half of it where it is gated."""
+        """[num_tokens, in_features] -> [num_tokens, the sum of all outputs], or half of that if it is gated."""
         return self.packed(x)
 
 
 class SummedLinear(Linear):
-    """A product each of whose ranks has a share of the input, and gets the sum of what all of them make of theirs.
+    """A product whose input is shared among ranks: each multiplies its share, and gets the sum of all results.
 
     Args:
         share: this rank's part of the input.
         name: the checkpoint's name.
         out_features: size of the output, which is whole at every rank.
-        ranks: that add up.
-        bias: see `Linear`; it is added by the first of them.
-        dtype: see there.
-        device: see there.
+        ranks: those whose results are summed.
+        bias: see `Linear`; the first rank adds it.
+        dtype: see `Linear`.
+        device: see `Linear`.
     """
 
     def __init__(

@@ -21,5 +21,5 @@ class RMSNorm:
         return self._operations.rms_norm(x, self.weight, self.epsilon)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Adds `x` to `residual` in place, and gives the norm of the sum."""
+        """Adds `x` to `residual` in place, and returns the norm of the sum."""
         return self._operations.add_rms_norm(x, residual, self.weight, self.epsilon)

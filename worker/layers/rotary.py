@@ -13,14 +13,14 @@ class Rope(Protocol):
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by, and so the scores by its square."""
+        """The factor of cosines and sines; it multiplies the scores by its square."""
 
     def frequencies(self, head_dim: int) -> Tensor:
         """Radians per position of each pair of components, [head_dim / 2] float32."""
 
 
 class _PlainRotation:
-    """Turns and does not stretch."""
+    """Rotates without scaling."""
 
     __slots__ = ()
 
@@ -58,7 +58,7 @@ class LinearRope(_PlainRotation):
 class Llama3Rope(_PlainRotation):
     """Llama 3.1: long wavelengths are stretched by a factor, short ones stay, those between are blended.
 
-    A wavelength is long or short beside `original_context_length`, the context that the model was pretrained with.
+    Wavelengths are compared with `original_context_length`, the context that the model was pretrained with.
     """
 
     theta: float
@@ -80,9 +80,9 @@ class Llama3Rope(_PlainRotation):
 class DynamicRope(_PlainRotation):
     """A theta that grows with the context beyond the original one ("dynamic NTK", by bloc97 and emozilla on Reddit).
 
-    The paper-less original grows it with each token, but keys in the cache, and those that sequences share, were turned
-    by the theta of their day, which later queries do not match. So it is that of the longest context from the start, as
-    vLLM has it; within the original context it is the plain one.
+    The original, which has no paper, grows it with each token, but keys in the cache, which sequences may share, were
+    rotated by the theta of their time, which later queries do not match. So it is that of the longest context from the
+    start, as in vLLM; if that is within the original context, it is the plain one.
     """
 
     theta: float
@@ -101,8 +101,8 @@ class DynamicRope(_PlainRotation):
 class YarnRope:
     """Interpolates the slow pairs, leaves the fast ones, blends between (YaRN: Peng et al. 2023, arXiv:2309.00071).
 
-    A pair is fast that makes `beta_fast` turns in the original context, slow that makes `beta_slow`; the blend is
-    linear in the pair's index, between indices rounded outwards if `truncate`.
+    A pair is fast if it makes `beta_fast` turns in the original context, and slow if it makes `beta_slow`; the blend is
+    linear in the pair's index, between indices that are rounded outwards if `truncate`.
     """
 
     theta: float
@@ -125,19 +125,19 @@ class YarnRope:
         return (1 - share) * plain + share * plain / self.factor
 
     def _index_with(self, turns: float, head_dim: int) -> float:
-        """The index, not rounded, of the pair that makes so many turns in the original context."""
+        """The index, not rounded, of the pair that makes `turns` turns in the original context."""
         period = self.original_context_length / (turns * 2 * math.pi)
         return head_dim * math.log(period) / (2 * math.log(self.theta))
 
 
 def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
-    """How much sharper a context `factor` times as long wants the attention (YaRN, equation 22, as implemented)."""
+    """How much sharper attention is made for a context `factor` times as long (YaRN, equation 22, as implemented)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LongRope:
-    """Each pair divided by a factor of its own, found by search (LongRoPE: Ding et al. 2024, arXiv:2402.13753)."""
+    """Divides each pair's frequency by a factor found by search (LongRoPE: Ding et al. 2024, arXiv:2402.13753)."""
 
     theta: float
     factors: tuple[float, ...]
@@ -160,5 +160,5 @@ class RotaryTable:
         self._sin = (angles.sin() * factor).to(dtype=dtype, device=device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of each token, [num_tokens, head_dim / 2]; looked up once a step for all layers."""
+        """Cosines and sines of each token, [num_tokens, head_dim / 2]; looked up once per step for all layers."""
         return self._cos[positions], self._sin[positions]

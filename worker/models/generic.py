@@ -2,12 +2,12 @@
 
 transformers calls the attention that a model's configuration names, and passes on to it what the model was called with
 (`AttentionInterface`, transformers 5). Ours takes the step from there, writes K and V into the layer's cache and
-attends by the same operations as our own models. The tokens of all rows stand in one row, [1, num_tokens]; positions
-are given, so that no layer asks where a sequence begins, and no cache object of transformers is made.
+attends with the same operations as our own models. The tokens of all rows are laid end to end, [1, num_tokens];
+positions are given, so that no layer asks where a sequence begins, and no cache object of transformers is made.
 
-What a model does beside that can not be known from its configuration. So one proves itself when it is loaded: two short
-sequences in one step have to come out as they do by transformers' eager attention, each alone. This is the only module
-that imports transformers, which takes seconds.
+What else a model does cannot be known from its configuration. So each model proves itself when it is loaded: the logits
+of two short sequences in one step have to match those of transformers' eager attention, each sequence alone. This is
+the only module that imports transformers, which takes seconds.
 """
 
 import logging
@@ -30,9 +30,9 @@ from worker.ranks import ALONE
 from worker.weights import check_files, listed, memory_for_weights
 
 _ATTENTION = "pagewire"
-# Relative error of the logits, as vectors, at which a model has proved itself; that of other models is near one.
+# Relative error of the logits, as vectors, below which a model has proved itself; for one that fails it is near one.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-# Tensors that attention may be handed beside q, k and v without meaning another kind of attention.
+# Tensors that attention may be given besides q, k and v without being another kind of attention.
 _KNOWN_TENSORS = frozenset({"position_ids", "cache_position"})
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GenericNumbers:
-    """The numbers of the architecture that the worker needs; the others are transformers' affair."""
+    """The numbers of the architecture that the worker needs; transformers handles the others."""
 
     vocabulary_size: int
     num_layers: int
@@ -54,11 +54,11 @@ class GenericNumbers:
 
         Args:
             config: of the text model.
-            context_length: the longest context to be served; None, or more than the model can: as long as it was made
-                for.
+            context_length: the longest context to be served; None, or more than the model was made for: what it was
+                made for.
 
         Raises:
-            UnsupportedModel: it does not say what the cache is to be like.
+            UnsupportedModel: it does not give the shape of the cache.
         """
         try:
             num_heads = config.num_attention_heads
@@ -80,7 +80,7 @@ class _Step:
     """What one forward pass attends with; and, for the proof, what each layer asked for.
 
     Attributes:
-        dtype: of the model; queries and keys that a layer has turned in another one are attended with in this.
+        dtype: of the model; queries and keys that a layer has rotated in another dtype are converted to it.
         windows: (layer, window) of each call.
     """
 
@@ -115,11 +115,11 @@ def _paged_attention(
         scaling: factor of the scores; None: 1 / sqrt(head_dim).
         sliding_window: how many tokens a query sees; None: all.
         softcap: bound of the scores; None: none.
-        pagewire_step: as it was given to the model.
+        pagewire_step: the step, as it was given to the model.
         others: what else the model was called with, and what other kinds of attention need.
 
     Returns:
-        [1, num_tokens, num_heads, head_dim], and no weights.
+        [1, num_tokens, num_heads, head_dim], and None for the attention's weights.
     """
     if pagewire_step is None:
         raise UnsupportedModel("its layers do not pass on what the model was called with")
@@ -153,7 +153,7 @@ AttentionInterface.register(_ATTENTION, _paged_attention)
 
 
 class _Packed(nn.Module):
-    """In the place of an nn.Linear: the same product, by a weight in the layout that the device multiplies fastest."""
+    """Replaces an nn.Linear: the same product, with the weight in the layout that the device multiplies fastest."""
 
     def __init__(self, product: LinearLayer, weight: Tensor) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class _Packed(nn.Module):
 
 
 class _Hidden:
-    """A model's layers' output, as its head asks for it: None for what it only hands on, which differs by class."""
+    """The output of a model's layers, as its head reads it: None for what it only passes on, which differs by class."""
 
     def __init__(self, hidden: Tensor | None) -> None:
         self.last_hidden_state = hidden
@@ -178,11 +178,11 @@ class _Hidden:
 
 
 class _Given(nn.Module):
-    """In the place of a model's layers: gives the hidden states that it is given, for the head to score."""
+    """Replaces a model's layers: returns the hidden states that it is given, for the head to score."""
 
     @property
     def decoder(self) -> nn.Module:
-        """Of OPT's layers, what the model with its head calls."""
+        """The part of OPT's layers that the model with its head calls."""
         return self
 
     def forward(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **_: Any) -> _Hidden:
@@ -194,7 +194,7 @@ class GenericForCausalLM:
 
     Args:
         whole: the model with its head; its layers are replaced, and kept beside it.
-        layers: what it called for the hidden states.
+        layers: its layers, which it called for the hidden states.
         numbers: of its architecture.
         operations: what its attention computes with.
     """
@@ -231,7 +231,7 @@ class GenericForCausalLM:
         return _Step(self.operations, layer_caches, metadata, self.config.context_length, self._dtype)
 
     def run(self, token_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
-        """The same of all tokens, by a step that the caller has made."""
+        """The same for all tokens, with a step that the caller has made."""
         output = self._layers(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, pagewire_step=step
         )
@@ -240,7 +240,7 @@ class GenericForCausalLM:
     def head(self, hidden: Tensor) -> Tensor:
         """[num_samples, hidden_size] -> logits [num_samples, vocabulary_size] in float32.
 
-        By the model's own forward, since what it does to the logits (bounds, factors) stands there.
+        Calls the model's own forward, since what is done to the logits (bounds, factors) is there.
         """
         return self._whole(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
 
@@ -259,26 +259,26 @@ def load_generic(
         directory: of the checkpoint.
         dtype: of the weights.
         device: where they and the KV cache are to be.
-        choose_operations: those for heads of so many values.
+        choose_operations: returns those for heads of a given number of values.
         context_length: the longest context to be served; None: as long as the model was made for.
         cache_dtype: of the KV cache.
 
     Raises:
-        UnsupportedModel: transformers does not know it, or it is more than attention on a paged cache.
-        ModelError: weights are missing or damaged, have another shape, or there is no memory for them.
+        UnsupportedModel: transformers does not know the model, or it needs more than attention on a paged cache.
+        ModelError: weights are missing or damaged or have the wrong shape, or there is no memory for them.
     """
     disable_progress_bar()  # it would write over the log
     config = _read_config(directory)
     numbers = GenericNumbers.from_config(config.get_text_config(), context_length)
     whole = _load(directory, config, dtype, device).eval()
     _fix_rotation(whole, numbers.context_length)
-    # What its own layers do beside can not be known: they may look at what is on the device.
+    # What else its own layers do cannot be known: they may look at what is on the device.
     operations = replace(choose_operations(numbers.head_dim), recordable=False)
     return _prove(whole, numbers, operations, cache_dtype, device)
 
 
 def _read_config(directory: Path) -> PreTrainedConfig:
-    """The configuration of a model of the kind that runs here, found out before its weights are read."""
+    """The configuration, once the model's kind is known to run here; this is checked before its weights are read."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with torch.device("meta"):
@@ -301,7 +301,7 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, device:
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are told, and refused below
+                ignore_mismatched_sizes=True,  # they are reported, and refused below
             )
             model, info = loaded
             model.to(device)
@@ -320,7 +320,7 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, device:
 
 
 def _check_kind(whole: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Refuses what its class says of itself; see also `_check_plain`."""
+    """Refuses a model by what its class and configuration say about it; see also `_check_plain`."""
     if getattr(whole, "_is_stateful", False):
         raise UnsupportedModel("its layers keep a state beside their keys and values (state space, linear attention)")
     if whole.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
@@ -335,9 +335,9 @@ def _check_kind(whole: PreTrainedModel, config: PreTrainedConfig) -> None:
 
 
 def _fix_rotation(whole: nn.Module, context_length: int) -> None:
-    """Fixes frequencies that would follow the longest sequence of a step to those of the longest context.
+    """Fixes frequencies that would depend on the longest sequence of a step to those of the longest context.
 
-    Keys in the cache, and those that sequences share, do not fit queries turned by others (see `DynamicRope`).
+    Keys in the cache, which sequences may share, do not match queries rotated by others (see `DynamicRope`).
     """
     module: Any
     for module in whole.modules():
@@ -361,13 +361,13 @@ def _fix_rotation(whole: nn.Module, context_length: int) -> None:
 def _settle(whole: nn.Module, operations: Operations) -> None:
     """Packs the weight of every nn.Linear where that pays, and copies all others out of the checkpoint's files.
 
-    transformers leaves weights on the CPU where the files are mapped, and a mapping counts as our memory as long as one
-    tensor is in it. One weight after the other, so that a model is in memory once, and a file twice.
+    transformers leaves weights on the CPU in the mapped files, and a mapping counts as our memory as long as one tensor
+    is in it. This goes weight by weight, so that the model is in memory once, and only one file twice.
     """
     places = [(parent, name) for parent in whole.modules() for name, _ in parent.named_children()]
     for parent, name in places:
         child = getattr(parent, name)
-        # Not of the classes that are made from nn.Linear: their forward is their own.
+        # Not for subclasses of nn.Linear: their forward is their own.
         packed = _pack(child, operations) if type(child) is nn.Linear else None
         if packed is not None:
             setattr(parent, name, packed)
@@ -378,7 +378,7 @@ def _settle(whole: nn.Module, operations: Operations) -> None:
 
 
 def _pack(plain: nn.Linear, operations: Operations) -> _Packed | None:
-    """The same product by a packed weight; None where it does not pay."""
+    """The same product with a packed weight; None if packing does not pay."""
     weight, bias = plain.weight.data, None if plain.bias is None else plain.bias.data.clone()
     product = operations.linear(weight, bias)
     return None if isinstance(product, PlainLinear) else _Packed(product, weight)
@@ -392,11 +392,11 @@ def _prove(
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> GenericForCausalLM:
-    """The model, packed, whose logits on the paged cache are those of eager attention, before it is packed and after.
+    """The packed model, once its logits on the paged cache match those of eager attention, before and after packing.
 
     Raises:
-        UnsupportedModel: they are not, or something on the way is not as it has to be.
-        ModelError: they are not finite.
+        UnsupportedModel: they do not match, or the model fails on the way.
+        ModelError: the logits are not finite.
     """
     tokens = torch.arange(5, device=device) % numbers.vocabulary_size
     positions = torch.tensor([0, 1, 2, 0, 1], device=device)
@@ -424,7 +424,7 @@ def _prove(
     except Exception as error:  # see `_read_config`
         raise UnsupportedModel(f"it fails on the paged cache: {_first_line(error)}") from error
     _check_calls(whole.config.get_text_config(), numbers, step.windows)
-    # Weights of 8 bits are meant to say something else, and where one expert is chosen for another, far more.
+    # 8-bit weights are meant to give other logits, and very different ones where they lead to another expert.
     for logits in (plain,) if operations.linear is operations.int8_linear else (plain, packed):
         error_share = ((logits - expected).norm() / expected.norm()).item()
         if not error_share < tolerance:
@@ -447,12 +447,12 @@ def _check_finite(logits: Tensor, whole: PreTrainedModel) -> None:
 def _check_calls(config: PreTrainedConfig, numbers: GenericNumbers, windows: list[tuple[int, int | None]]) -> None:
     """Refuses layers that have not called our attention once each, or not with the windows of the configuration.
 
-    Windows are longer than the proof: one that is forgotten would not show in its logits.
+    Windows are longer than the proof's sequences: one that is forgotten would not show in their logits.
     """
     called = [layer for layer, _ in windows]
     if called != list(range(numbers.num_layers)):
         raise UnsupportedModel(f"of its {numbers.num_layers} layers, {len(set(called))} attend by our attention")
-    # Some mask what a window leaves out and tell their attention nothing, and some have the field and no use for it.
+    # Some models mask what a window leaves out without telling their attention, and some never use the field.
     usual = "full_attention" if getattr(config, "use_sliding_window", True) is False else "sliding_attention"
     kinds = getattr(config, "layer_types", None) or [usual] * numbers.num_layers
     shortest = getattr(config, "sliding_window", None) or numbers.context_length

@@ -1,6 +1,6 @@
-"""GPT-2, to be read beside its paper: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+"""GPT-2, to be read alongside its paper: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 
-A decoder of Radford et al. 2018 with each block's LayerNorm moved before it and one more behind the last; positions are
+A decoder of Radford et al. 2018 with each block's LayerNorm moved before it and one more after the last; positions are
 learned, the MLP is four times as wide as the model, and the head is the token embedding.
 """
 
@@ -35,8 +35,8 @@ class GPT2Config:
     norm_epsilon: float
     context_length: int  # positions that the model has learned
     tied_embeddings: bool
-    scaled_attention: bool  # scores by 1 / sqrt(head_dim)
-    scaled_by_layer: bool  # and by 1 / (layer index + 1)
+    scaled_attention: bool  # scores times 1 / sqrt(head_dim)
+    scaled_by_layer: bool  # and times 1 / (layer index + 1)
 
     @classmethod
     def from_json(cls, config: dict[str, Any], context_length: int | None = None) -> Self:
@@ -44,10 +44,10 @@ class GPT2Config:
 
         Args:
             config: config.json.
-            context_length: the longest context to be served; None, or more than the model can: all learned positions.
+            context_length: the longest context to be served; it changes nothing: positions are learned.
 
         Raises:
-            UnsupportedModel: it asks for what is not built.
+            UnsupportedModel: it asks for something that is not built.
         """
         activation = config.get("activation_function", "gelu_new")
         if activation not in ("gelu_new", "gelu_pytorch_tanh"):
@@ -72,12 +72,12 @@ class GPT2Config:
 
     @property
     def num_kv_heads(self) -> int:
-        """Every query head has K and V of its own."""
+        """Every query head has its own K and V."""
         return self.num_heads
 
     @property
     def head_dim(self) -> int:
-        """Values of a head."""
+        """The number of values in a head."""
         return self.hidden_size // self.num_heads
 
 
@@ -86,10 +86,10 @@ class GPT2ForCausalLM:
 
     Args:
         config: the architecture's numbers.
-        operations: what its layers compute with beside matrix products.
+        operations: what its layers compute with.
         dtype: of the weights and of everything between the layers.
         device: where the weights are.
-        ranks: that share the model out.
+        ranks: those that share the model.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class GPT2ForCausalLM:
             self.head.tie(self.embedding)
 
     def pieces(self) -> Iterator[Piece]:
-        """What is loaded at a time: the ends, and each block."""
+        """What is loaded at a time: the ends, then each block."""
         yield Piece(self._ends, partial(self.head.pack, self.operations))
         for index, block in zip(self.layer_indexes, self.blocks, strict=True):
             yield Piece(partial(block.checkpoint_tensors, f"h.{index}."), partial(block.pack, self.operations))
 
     def _ends(self) -> dict[str, Target]:
-        """The name of each of their tensors in the checkpoint -> the part of our parameters that it fills."""
+        """The name of each of the ends' tensors in the checkpoint -> the part of our parameters that it fills."""
         tensors = self.embedding.checkpoint_tensors("wte.weight")
         if self.ranks.place.is_first:
             tensors |= self.positions.checkpoint_tensors("wpe.weight")
@@ -136,11 +136,11 @@ class GPT2ForCausalLM:
         return tensors
 
     def checkpoint_name(self, name: str) -> str:
-        """OpenAI's own checkpoints have no "transformer." before the names; those that were tuned since have."""
+        """OpenAI's own checkpoints have no "transformer." before the names; those fine-tuned since then do."""
         return name.removeprefix("transformer.")
 
     def leaves_out(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
+        """Whether a checkpoint may hold this tensor although we compute its values, or already have them."""
         mask = name.endswith((".attn.bias", ".attn.masked_bias"))  # the causal mask, not a projection's bias
         return mask or (self.config.tied_embeddings and name == "lm_head.weight")
 
@@ -162,7 +162,7 @@ class GPT2ForCausalLM:
 
 
 def _transposed(tensors: dict[str, Target]) -> dict[str, Target]:
-    """For OpenAI's TensorFlow, whose weights are [in_features, out_features] in the checkpoint."""
+    """Targets for weights that are [in_features, out_features] in the checkpoint, as in OpenAI's TensorFlow code."""
     return {name: target.t() if name.endswith(".weight") else target for name, target in tensors.items()}
 
 
@@ -202,7 +202,7 @@ class Block:
         self.down = summed(mlp, "mlp.c_proj")
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
-        """As for the ends, for one block."""
+        """As `GPT2ForCausalLM._ends`, for one block."""
         tensors = self.attention_norm.checkpoint_tensors(f"{prefix}ln_1")
         tensors |= self.mlp_norm.checkpoint_tensors(f"{prefix}ln_2")
         for linear in (self.qkv, self.output, self.up, self.down):

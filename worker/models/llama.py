@@ -1,10 +1,10 @@
-"""The Llama family, to be read beside its papers: Llama 2 (Touvron et al. 2023, arXiv:2307.09288), Llama 3 (Grattafiori
-et al. 2024, arXiv:2407.21783), SmolLM2 (Allal et al. 2025, arXiv:2502.02737), and those that followed it: Mistral
-(Jiang et al. 2023, arXiv:2310.06825), Qwen2 (Yang et al. 2024, arXiv:2407.10671), Qwen3 (Yang et al. 2025,
+"""The Llama family, to be read alongside its papers: Llama 2 (Touvron et al. 2023, arXiv:2307.09288), Llama 3
+(Grattafiori et al. 2024, arXiv:2407.21783), SmolLM2 (Allal et al. 2025, arXiv:2502.02737), and those that followed it:
+Mistral (Jiang et al. 2023, arXiv:2310.06825), Qwen2 (Yang et al. 2024, arXiv:2407.10671), Qwen3 (Yang et al. 2025,
 arXiv:2505.09388).
 
-Hidden states are [num_tokens, hidden_size]: the tokens of all sequences stand in one row, and only attention knows
-where one sequence ends. What differs between members of the family stands in `LlamaConfig`.
+Hidden states are [num_tokens, hidden_size]: the tokens of all sequences are laid end to end, and only attention knows
+where one sequence ends. What differs between members of the family is in `LlamaConfig`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,11 +57,11 @@ class LlamaConfig:
 
         Args:
             config: config.json.
-            context_length: the longest context to be served; None, or more than the model can: as long as it was made
-                for.
+            context_length: the longest context to be served, cut to the most that the model can serve; None: what it
+                was made for.
 
         Raises:
-            UnsupportedModel: it asks for what is not built.
+            UnsupportedModel: it asks for something that is not built.
         """
         architecture = (config.get("architectures") or ["LlamaForCausalLM"])[0]
         config = _DEFAULTS[architecture] | config
@@ -70,7 +70,7 @@ class LlamaConfig:
         num_heads = config["num_attention_heads"]
         usual_length, longest = longest_context(config)
         context_length = min(context_length or usual_length, longest)
-        # Mistral has no biases whatever its config.json says, and Qwen2 has them in q, k and v alone.
+        # Mistral has no biases, whatever its config.json says, and Qwen2 has them only in q, k and v.
         bias = config.get("attention_bias", False) and architecture != "MistralForCausalLM"
         is_qwen2 = architecture == "Qwen2ForCausalLM"
         return cls(
@@ -93,7 +93,7 @@ class LlamaConfig:
         )
 
 
-# What a config.json of each architecture leaves out where it is as in Hugging Face's class.
+# For each architecture, the defaults of Hugging Face's class, which a config.json may leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "MistralForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
@@ -108,7 +108,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def _read_windows(config: dict[str, Any], architecture: str, context_length: int) -> tuple[int | None, ...]:
-    """The window of each layer, or None; a window as long as the context is none."""
+    """The window of each layer, or None; a window as long as the context counts as none."""
     num_layers, window = config["num_hidden_layers"], config.get("sliding_window")
     if window is None or window >= context_length or architecture == "LlamaForCausalLM":
         return (None,) * num_layers
@@ -135,10 +135,10 @@ class LlamaForCausalLM:
 
     Args:
         config: the architecture's numbers.
-        operations: what its layers compute with beside matrix products; they decide how K and V stand in a block.
+        operations: what its layers compute with; they decide how K and V are laid out in a block.
         dtype: of the weights and of everything between the layers.
         device: where the weights are.
-        ranks: that share the model out.
+        ranks: those that share the model.
     """
 
     def __init__(
@@ -168,11 +168,11 @@ class LlamaForCausalLM:
         if tied:
             self.head.tie(self.embedding)
         self.rotary = RotaryTable(config.rope, config.head_dim, config.context_length, dtype=dtype, device=device)
-        # What calls them all and computes the same, where the operations can; see `_join_layers`.
+        # One call that computes the same as all layers, if the operations have one; see `_join_layers`.
         self.layers_at_once: CpuDecoder | None = None
 
     def pieces(self) -> Iterator[Piece]:
-        """What is loaded at a time: the ends, and each layer; the last piece loads nothing and joins the layers."""
+        """What is loaded at a time: the ends, then each layer; the last piece loads nothing and joins the layers."""
         yield Piece(self._ends, partial(self.head.pack, self.operations))
         for index, layer in zip(self.layer_indexes, self.layers, strict=True):
             name = f"model.layers.{index}."
@@ -180,7 +180,7 @@ class LlamaForCausalLM:
         yield Piece(dict, self._join_layers)
 
     def _ends(self) -> dict[str, Target]:
-        """The name of each of their tensors in the checkpoint -> the part of our parameters that it fills."""
+        """The name of each of the ends' tensors in the checkpoint -> the part of our parameters that it fills."""
         tensors = self.embedding.checkpoint_tensors("model.embed_tokens.weight")
         if self.ranks.place.is_last:
             tensors["model.norm.weight"] = self.norm.weight
@@ -188,15 +188,15 @@ class LlamaForCausalLM:
         return tensors
 
     def checkpoint_name(self, name: str) -> str:
-        """The one name of a tensor that checkpoints know by several; here each has one."""
+        """Our name for a tensor that checkpoints may name in several ways; here each has only one name."""
         return name
 
     def leaves_out(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
+        """Whether a checkpoint may hold this tensor although we compute its values, or already have them."""
         return name.endswith("rotary_emb.inv_freq") or (self.config.tied_embeddings and name == "lm_head.weight")
 
     def _join_layers(self) -> None:
-        """Makes one call of all packed layers, where the operations can."""
+        """Joins all packed layers into one call, if the operations can."""
         if self.operations.decoder is not None and self.ranks.place.size == 1:
             shape = DecoderShape(
                 self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.config.norm_epsilon
@@ -217,7 +217,7 @@ class LlamaForCausalLM:
             token_ids: [num_tokens] int64.
             positions: [num_tokens] int64, 0-based in each token's own sequence.
             layer_caches: K and V cache of each layer, written in place.
-            metadata: where the tokens stand in those caches.
+            metadata: where the tokens are in those caches.
 
         Returns:
             [num_scored, hidden_size], for `head`.
@@ -228,7 +228,7 @@ class LlamaForCausalLM:
         if self.layers_at_once is not None:
             places = (metadata.slot_mapping, metadata.block_tables, metadata.query_starts, metadata.context_lengths)
             return self.layers_at_once(residual, *rotation, layer_caches, *places, scored=metadata.scored)
-        x = torch.zeros_like(residual)  # what the layer before the first one adds
+        x = torch.zeros_like(residual)  # what a layer before the first one would add
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
             x = layer(x, residual, rotation, layer_cache, metadata)
         if not is_last:
@@ -256,7 +256,7 @@ class DecoderLayer:
         self.mlp = MLP(config, dtype=dtype, device=device, ranks=ranks)
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
-        """As for the ends, for one layer."""
+        """As `LlamaForCausalLM._ends`, for one layer."""
         return {
             f"{prefix}input_layernorm.weight": self.attention_norm.weight,
             f"{prefix}post_attention_layernorm.weight": self.mlp_norm.weight,
@@ -271,7 +271,7 @@ class DecoderLayer:
             linear.pack(operations)
 
     def described(self) -> DescribedLayer:
-        """What the operations make one call of all layers from; packed."""
+        """This packed layer, as the operations take it to make one call of all layers."""
         norms = self.attention.head_norms
         return DescribedLayer(
             attention_norm=self.attention_norm.weight,
@@ -292,7 +292,7 @@ class DecoderLayer:
         layer_cache: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """What the MLP adds, [num_tokens, hidden_size]; the sum of all before it stands in `residual`, in place."""
+        """What the MLP adds, [num_tokens, hidden_size]; the sum of all before it is put into `residual`, in place."""
         x = self.attention(self.attention_norm.add(x, residual), rotation, layer_cache, metadata)
         return self.mlp(self.mlp_norm.add(x, residual))
 
@@ -335,7 +335,7 @@ class Attention:
                 )
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
-        """As for the ends, for this part of one layer."""
+        """As `LlamaForCausalLM._ends`, for this part of one layer."""
         norms: dict[str, Target] = {f"{prefix}{name}.weight": norm.weight for name, norm in self.head_norms.items()}
         return self.qkv.checkpoint_tensors(prefix) | self.output.checkpoint_tensors(prefix) | norms
 

@@ -1,4 +1,4 @@
-"""What the worker knows of any model: its numbers, one forward pass, and the head that scores what comes out of it."""
+"""What the worker knows of any model: its numbers, one forward pass, and the head that scores its result."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,27 +12,27 @@ from worker.shares import Heads
 
 
 class ModelNumbers(Protocol):
-    """What the cache and the limits of a step follow from."""
+    """The numbers that the cache and the limits of a step follow from."""
 
     @property
     def vocabulary_size(self) -> int:
-        """Token ids that the model knows."""
+        """The number of token ids that the model knows."""
 
     @property
     def num_layers(self) -> int:
-        """Layers with a KV cache."""
+        """The number of layers with a KV cache."""
 
     @property
     def num_kv_heads(self) -> int:
-        """K/V heads of each layer."""
+        """The number of K/V heads of each layer."""
 
     @property
     def head_dim(self) -> int:
-        """Values of a head."""
+        """The number of values in a head."""
 
     @property
     def context_length(self) -> int:
-        """Most tokens of a sequence."""
+        """Most tokens in a sequence."""
 
 
 class Model(Protocol):
@@ -44,11 +44,11 @@ class Model(Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """That share it out."""
+        """The ranks that share it."""
 
     @property
     def heads(self) -> Heads:
-        """Of each layer, those of this rank."""
+        """This rank's heads of each layer."""
 
     @property
     def layer_indexes(self) -> range:
@@ -71,10 +71,10 @@ class Model(Protocol):
             token_ids: [num_tokens] int64.
             positions: [num_tokens] int64, 0-based in each token's own sequence.
             layer_caches: K and V cache of each layer, written in place.
-            metadata: where the tokens stand in those caches, and which hidden states are asked for.
+            metadata: where the tokens are in those caches, and which hidden states are asked for.
 
         Returns:
-            [num_scored, hidden_size], for `head` at the last stage, and without meaning at the others.
+            [num_scored, hidden_size], for `head` at the last stage; meaningless at the others.
         """
 
     def head(self, hidden: Tensor) -> Tensor:

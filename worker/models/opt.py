@@ -1,8 +1,8 @@
-"""OPT, to be read beside its paper: Zhang et al. 2022, arXiv:2205.01068.
+"""OPT, to be read alongside its paper: Zhang et al. 2022, arXiv:2205.01068.
 
-GPT-3's decoder with ReLU and learned positions, of which the first two rows were never a token's. The 350m model alone
-puts its LayerNorms behind each block instead of before it, has none behind the last, and embeds tokens in a smaller
-space than its layers work in.
+GPT-3's decoder with ReLU and learned positions, whose first two rows no token ever uses. Only the 350m model puts its
+LayerNorms after each block instead of before it, has none after the last, and embeds tokens in a smaller space than its
+layers work in.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from worker.ranks import ALONE, Ranks
 from worker.shares import MLP_UNIT, Share, Target
 from worker.weights import Piece
 
-# Position 0 stands in row 2 of the table: fairseq kept the rows up to its padding id for padding.
+# Position 0 is row 2 of the table: fairseq kept the rows up to its padding id for padding.
 _FIRST_POSITION = 2
 _NORM_EPSILON = 1e-5
 
@@ -51,10 +51,10 @@ class OPTConfig:
 
         Args:
             config: config.json.
-            context_length: the longest context to be served; None, or more than the model can: all learned positions.
+            context_length: the longest context to be served; it changes nothing: positions are learned.
 
         Raises:
-            UnsupportedModel: it asks for what is not built.
+            UnsupportedModel: it asks for something that is not built.
         """
         if config.get("activation_function", "relu") != "relu":
             raise UnsupportedModel(f"activation {config['activation_function']!r} is not supported, only relu")
@@ -79,12 +79,12 @@ class OPTConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Every query head has K and V of its own."""
+        """Every query head has its own K and V."""
         return self.num_heads
 
     @property
     def head_dim(self) -> int:
-        """Values of a head."""
+        """The number of values in a head."""
         return self.hidden_size // self.num_heads
 
 
@@ -93,10 +93,10 @@ class OPTForCausalLM:
 
     Args:
         config: the architecture's numbers.
-        operations: what its layers compute with beside matrix products.
+        operations: what its layers compute with.
         dtype: of the weights and of everything between the layers.
         device: where the weights are.
-        ranks: that share the model out.
+        ranks: those that share the model.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class OPTForCausalLM:
             self.head.tie(self.embedding)
 
     def pieces(self) -> Iterator[Piece]:
-        """What is loaded at a time: the ends, and each layer."""
+        """What is loaded at a time: the ends, then each layer."""
         yield Piece(self._ends, self._pack_ends)
         for index, layer in zip(self.layer_indexes, self.layers, strict=True):
             yield Piece(partial(layer.checkpoint_tensors, f"layers.{index}."), partial(layer.pack, self.operations))
 
     def _ends(self) -> dict[str, Target]:
-        """The name of each of their tensors in the checkpoint -> the part of our parameters that it fills."""
+        """The name of each of the ends' tensors in the checkpoint -> the part of our parameters that it fills."""
         place = self.ranks.place
         tensors = self.embedding.checkpoint_tensors("embed_tokens.weight")
         if place.is_first:
@@ -161,18 +161,18 @@ class OPTForCausalLM:
         self.head.pack(self.operations)
 
     def _projections(self) -> Iterator[Linear]:
-        """Those that this stage calls."""
+        """The projections that this stage calls."""
         place = self.ranks.place
         for projection, is_here in ((self.project_in, place.is_first), (self.project_out, place.is_last)):
             if projection is not None and is_here:
                 yield projection
 
     def checkpoint_name(self, name: str) -> str:
-        """Names begin with "model.decoder.", or, where the model was saved without its head, with "decoder."."""
+        """Names begin with "model.decoder.", or, if the model was saved without its head, with "decoder."."""
         return name.removeprefix("model.").removeprefix("decoder.")
 
     def leaves_out(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
+        """Whether a checkpoint may hold this tensor although we compute its values, or already have them."""
         return self.config.tied_embeddings and name == "lm_head.weight"
 
     def __call__(
@@ -182,7 +182,7 @@ class OPTForCausalLM:
         layer_caches: Sequence[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """See `worker.models.model.Model`; the result is of embedding_size."""
+        """See `worker.models.model.Model`; the size of the result is embedding_size."""
         if self.ranks.place.is_first:
             x = self._embed(token_ids, positions)  # [T, E]
         else:
@@ -233,7 +233,7 @@ class DecoderLayer:
         self.down = summed(mlp, "fc2")
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Target]:
-        """As for the ends, for one layer."""
+        """As `OPTForCausalLM._ends`, for one layer."""
         tensors = self.attention_norm.checkpoint_tensors(f"{prefix}self_attn_layer_norm")
         tensors |= self.mlp_norm.checkpoint_tensors(f"{prefix}final_layer_norm")
         for linear in (self.qkv, self.output, self.up, self.down):

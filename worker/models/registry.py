@@ -1,7 +1,7 @@
 """Which class runs a checkpoint: one of ours, or transformers' own on the same paged cache.
 
-Ours are chosen by the architecture that config.json names. What they do not build, a rope type, an activation, is left
-to transformers like an architecture that none of them knows.
+Ours are chosen by the architecture that config.json names. If it asks for something that they do not have, such as a
+rope type or an activation, the checkpoint is left to transformers, like one of an architecture that we do not have.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class OurNumbers(ModelNumbers, Protocol):
-    """The numbers of a model of ours."""
+    """The numbers of one of our models."""
 
     @property
     def num_heads(self) -> int:
-        """Query heads of each layer."""
+        """The number of query heads of each layer."""
 
     @property
     def tied_embeddings(self) -> bool:
@@ -49,10 +49,10 @@ class OurModel(Model, Protocol):
         """What is loaded at a time, in order; once the last one is packed, the model can be called."""
 
     def checkpoint_name(self, name: str) -> str:
-        """The one name of a tensor that checkpoints know by several."""
+        """Our name for a tensor that checkpoints may name in several ways."""
 
     def leaves_out(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor though we compute, or already have, what is in it."""
+        """Whether a checkpoint may hold this tensor although we compute its values, or already have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Architecture:
     Attributes:
         numbers: reads them.
         model: is built from them.
-        embedding: how the name of its tensor ends, whatever the prefix.
+        embedding: how the name of the embedding's tensor ends, whatever the prefix.
     """
 
     numbers: type[OurNumbers]
@@ -81,10 +81,10 @@ ARCHITECTURES = {
 
 
 def check_place(directory: Path, config: dict[str, Any], place: Place) -> None:
-    """Refuses ranks that a model of ours can not be shared out to; `load_model` says all else.
+    """Refuses ranks that one of our models cannot be shared among; `load_model` reports all else.
 
     Raises:
-        ModelError: it has too few layers, or heads that can not be dealt out.
+        ModelError: it has too few layers, or heads that cannot be dealt out.
     """
     architecture = ARCHITECTURES.get((config.get("architectures") or [""])[0])
     if architecture is None:
@@ -109,18 +109,18 @@ def load_model(
     wrap: Callable[[Operations], Operations] | None = None,
     ranks: Ranks = ALONE,
 ) -> Model:
-    """The model of a checkpoint with its weights; the log says by which path, and why.
+    """The model of a checkpoint with its weights; the log says which path was taken, and why.
 
     Args:
         directory: of the checkpoint.
         config: its config.json.
         dtype: of the weights.
         device: where they and the KV cache are to be.
-        block_size: tokens of a block of the cache that the model will be run on.
+        block_size: tokens in a block of the cache that the model will run on.
         context_length: the longest context to be served; None: as long as the model was made for.
-        cache_dtype: of the cache; None: as the weights.
-        wrap: given the operations that were chosen, what the model is to be built on; None: just these.
-        ranks: that share the model out.
+        cache_dtype: of the cache; None: that of the weights.
+        wrap: turns the chosen operations into those that the model is built on; None: they are used as they are.
+        ranks: those that share the model.
 
     Raises:
         UnsupportedModel: neither path runs it; the message names what is supported.
@@ -155,7 +155,7 @@ def load_model(
             "--pipeline-parallel-size have to be 1"
         )
     log.warning("model path: transformers' layers on the paged cache, slower than our own, since %s", reason)
-    # Imported here and nowhere else: it takes seconds, and a worker of our own models does not need it installed.
+    # Imported here and nowhere else: it takes seconds, and a worker that runs one of ours does not need it installed.
     try:
         from worker.models.generic import load_generic
     except ImportError as error:
@@ -175,8 +175,8 @@ def _read_numbers(
     """An architecture's numbers, checked.
 
     Raises:
-        UnsupportedModel: `config` asks for what is not built.
-        ModelError: one of them is missing, or none.
+        UnsupportedModel: `config` asks for something that is not built.
+        ModelError: a number is missing or invalid.
     """
     try:
         numbers = architecture.numbers.from_json(config, context_length)
@@ -189,7 +189,7 @@ def _read_numbers(
 
 
 def _untied_if_they_differ(numbers: OurNumbers, directory: Path, embedding: str) -> OurNumbers:
-    """The numbers; where the checkpoint has a head of its own, untied whatever they say, as transformers has it."""
+    """The numbers, untied whatever they say if the checkpoint has a head of its own, as in transformers."""
     if not numbers.tied_embeddings or not has_own_head(directory, embedding):
         return numbers
     log.warning(
@@ -201,7 +201,7 @@ def _untied_if_they_differ(numbers: OurNumbers, directory: Path, embedding: str)
 
 
 def _check(numbers: ModelNumbers) -> None:
-    """Raises ValueError for a count that is none, and for a number that is no number: JSON may hold anything."""
+    """Raises ValueError for a count that is no positive integer, or a float that is no number: JSON may hold any."""
     for field in dataclasses.fields(numbers):  # type: ignore[arg-type]  # of each architecture's own class
         value = getattr(numbers, field.name)
         if field.type is int and not (type(value) is int and value > 0):
@@ -211,7 +211,7 @@ def _check(numbers: ModelNumbers) -> None:
 
 
 def _fill(model: OurModel, directory: Path) -> OurModel:
-    # What is not of this stage is of another one; whether it is of any nobody looks.
+    # A tensor that this stage does not use is taken to be another stage's; whether it is one's is not checked.
     is_stage = model.ranks.place.num_stages > 1
     load_weights(
         directory, model.pieces(), lambda name: is_stage or model.leaves_out(name), one_name=model.checkpoint_name

@@ -17,10 +17,10 @@ from worker.layers.rotary import (
 
 
 def longest_context(config: dict[str, Any]) -> tuple[int, int]:
-    """Tokens of context that the rope type serves as it is, and tokens that it serves when asked to.
+    """The longest context, in tokens, that the rope type serves as it is, and the longest that it serves if asked to.
 
-    The two differ for the dynamic type alone: within max_position_embeddings it is the plain rotation, and what goes
-    beyond pays with other frequencies at every length.
+    The two differ only for the dynamic type: within max_position_embeddings it is the plain rotation, and serving more
+    costs other frequencies at every length.
     """
     parameters, kind = _rope_parameters(config)
     length = config["max_position_embeddings"]
@@ -32,17 +32,17 @@ def longest_context(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def read_rope(config: dict[str, Any], context_length: int) -> Rope:
-    """The rotation that a model of the Llama family wants.
+    """The rotation that a model of the Llama family uses.
 
     Args:
         config: config.json, with a value for max_position_embeddings.
-        context_length: the longest context to be served: the dynamic type and LongRoPE turn by other frequencies where
-            it is long. One choice for all sequences, since keys that were turned by two do not fit together in a cache.
+        context_length: the longest context to be served: the dynamic type and LongRoPE use other frequencies if it is
+            long. The choice is the same for all sequences, since keys in one cache have to be rotated alike.
 
     Raises:
         UnsupportedModel: the rope type is not built.
         KeyError: a number is missing.
-        ValueError: theta can not be.
+        ValueError: theta is not valid.
     """
     parameters, kind = _rope_parameters(config)
     theta = parameters.get("rope_theta", config.get("rope_theta", 10_000.0))
@@ -74,8 +74,8 @@ def read_rope(config: dict[str, Any], context_length: int) -> Rope:
 
 
 def _rope_parameters(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    # transformers 5 keeps everything in rope_parameters; before it, rope_theta stood beside rope_scaling. Where both
-    # are there, rope_scaling was added by hand, as model cards say to, and transformers goes by that alone.
+    # transformers 5 keeps everything in rope_parameters; before it, rope_theta stood beside rope_scaling. If both
+    # are there, rope_scaling was added by hand, as model cards say to, and transformers uses that alone.
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return parameters, parameters.get("rope_type", parameters.get("type", "default"))
 
