@@ -234,7 +234,9 @@ class Cluster:
             status = await self._run_once(service)
             end = f"{service.name} {_describe(status)}"
             if not self._ready or status == USAGE_ERROR:
-                raise LaunchError(self._with_tail(service, end + ("" if self._ready else " before it was ready")))
+                when = "" if self._ready else " before it was ready"
+                why = ": Linux does that when memory runs out" if status == -signal.SIGKILL else ""
+                raise LaunchError(self._with_tail(service, end + when + why))
             if status == 0:
                 log.info(f"{service.name} has stopped; starting its successor")
                 continue

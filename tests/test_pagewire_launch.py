@@ -271,6 +271,17 @@ async def test_a_death_before_ready_ends_the_start_with_the_last_lines(folder):
         await trial.run()
 
 
+async def test_a_start_whose_service_is_killed_says_what_may_have_killed_it(folder):
+    trial = Trial(folder, worker="--mute")
+    run = asyncio.create_task(trial.run())
+    async with asyncio.timeout(WAIT_S):
+        while "worker" not in trial.pids:
+            await asyncio.sleep(0.01)
+    os.kill(trial.pids["worker"], signal.SIGKILL)
+    with pytest.raises(LaunchError, match="SIGKILL before it was ready: Linux does that when memory runs out"):
+        await run
+
+
 async def test_a_service_that_never_serves_ends_the_start(folder):
     trial = Trial(folder, start_within_s=0.5, worker="--mute")
     with pytest.raises(LaunchError, match=r"worker does not serve after 0.5 s"):
