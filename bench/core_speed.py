@@ -36,7 +36,7 @@ class Case:
     Attributes:
         num_running: sequences that decode.
         context: tokens in front of each when the clock starts.
-        num_waiting: requests that can not be admitted: as many sequences run as may.
+        num_waiting: requests that cannot be admitted: as many sequences run as may.
         blocked_by_memory: they wait for blocks instead, of which too few are free.
         waiting_cached: the prompts of those that wait are in the prefix cache, all but their last block.
         mixed: requests end and new ones are admitted all the time, so that steps hold chunks of prompts too.

@@ -38,7 +38,7 @@ class Work:
         bytes_moved: read and written, as the operation needs it at least; 0 where computing is what counts.
         operations: floating-point, as the operation needs them at least; 0 where memory is what counts.
         beside: the same by torch on contiguous tensors, None where there is nothing to compare with.
-        recorded: time it as a CUDA graph, without the host's share; what copies from the host's memory can not be.
+        recorded: time it as a CUDA graph, without the host's share; what copies from the host's memory cannot be.
     """
 
     run: Callable[[], object]

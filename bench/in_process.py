@@ -60,9 +60,9 @@ class FaceToFace:
             self._answer()
 
     def advance(self) -> StepOutputs | None:
-        """Gives the runner one step more, or where that can not be, takes the answer of the oldest; what came of it."""
+        """Gives the runner one step more, or where that cannot be, takes the answer of the oldest; what came of it."""
         most = self._core.policy.max_steps_in_flight
-        # Without what a beam search samples its next step can not be planned.
+        # Without what a beam search samples its next step cannot be planned.
         if len(self._in_flight) < most and not any(plan.num_beams for plan, _ in self._in_flight):
             plan = self._core.schedule(0.0)
             if plan.rows:

@@ -1,6 +1,6 @@
 """Requests to replay: lengths like those of ShareGPT and Alpaca, with Poisson arrivals in simulated time.
 
-The data sets themselves can not be had here, so lengths are drawn, with a fixed seed, from log-normal distributions
+The data sets themselves cannot be had here, so lengths are drawn, with a fixed seed, from log-normal distributions
 whose means are those that the PagedAttention paper reports (Kwon et al., SOSP'23, section 6.1 and figure 11): ShareGPT
 161.31 input and 337.99 output tokens, Alpaca 19.31 and 58.45. Each length is clipped to 1 .. 1,024, so that no request
 is longer than the 2,048 tokens of the paper's models; the location parameter is chosen so that the mean *after*

@@ -157,7 +157,7 @@ class Podman:
         self._podman("image", "prune", "--force", "--filter", "until=168h")
 
     def _build_envoy(self, name: str) -> None:
-        """Envoy's image, which can not be pulled, from the program that its PyPI package holds."""
+        """Envoy's image, which cannot be pulled, from the program that its PyPI package holds."""
         folder = STATE / "envoy"
         folder.mkdir(exist_ok=True)
         shutil.copy(str(importlib.resources.files("envoy") / "_bin" / "envoy"), folder)

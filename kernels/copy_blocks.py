@@ -93,7 +93,7 @@ def swap_blocks(source: Tensor, destination: Tensor, block_pairs: Tensor) -> Non
     if on_link and torch.cuda.is_available():
         for name, pool in (("source", source), ("destination", destination)):
             if not pool.is_cuda and pool.numel() > 0 and not pool.is_pinned():
-                raise ValueError(f"{name} is in memory of the CPU that is not pinned: the GPU can not reach it")
+                raise ValueError(f"{name} is in memory of the CPU that is not pinned: the GPU cannot reach it")
     _launch(source, destination, block_pairs, _PROGRAMS_ON_LINK if on_link else _PROGRAMS_IN_MEMORY)
 
 

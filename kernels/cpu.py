@@ -410,7 +410,7 @@ def _load_library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(build.LIBRARY))
     except OSError as error:
-        raise KernelsUnavailable(f"{build.LIBRARY} can not be loaded: {error}") from error
+        raise KernelsUnavailable(f"{build.LIBRARY} cannot be loaded: {error}") from error
 
 
 def _parallel_region() -> tuple[int | None, int | None]:

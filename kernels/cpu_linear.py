@@ -211,7 +211,7 @@ def in_order(weight: Tensor, *, gated: bool) -> Tensor:
     """The weight with its outputs in the order of the panels; raises ValueError if it cannot be packed."""
     if not takes(weight, gated=gated):
         shape = "gates by 16 and inputs in pairs" if gated else "inputs in pairs"
-        raise ValueError(f"weight {form(weight)} on {weight.device} can not be packed: {shape}, on the CPU")
+        raise ValueError(f"weight {form(weight)} on {weight.device} cannot be packed: {shape}, on the CPU")
     return (_interleaved(weight) if gated else weight).contiguous()
 
 

@@ -220,7 +220,7 @@ class Cluster:
             self._said[service.name] = said
             num_refused = num_refused + 1 if said.startswith(health.NOT_LET_IN) else 0
             if num_refused == _MAX_REFUSED:
-                raise LaunchError(f"{service.name} can not be asked for its health: {said}")
+                raise LaunchError(f"{service.name} cannot be asked for its health: {said}")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):
                     await news.wait()
@@ -270,7 +270,7 @@ class Cluster:
                 await asyncio.sleep(self._probe_s)
             before, said = said, await self._said_by(service)
             if said.startswith(health.NOT_LET_IN) and not before.startswith(health.NOT_LET_IN):
-                unknown = f"{service.name} can not be asked for its health; until it can, only its end is noticed"
+                unknown = f"{service.name} cannot be asked for its health; until it can, only its end is noticed"
                 log.warning(unknown, extra={"why": said})
             running.has_served = running.has_served or said == health.SERVING
             if not (running.has_served and said.startswith(health.NO_ANSWER)):

@@ -160,7 +160,7 @@ class LaunchOptions:
             told, num = self.value(service, option, ""), self.num(service)
             if num > 1 and told and not told.rpartition(":")[2].isdigit():
                 remedy = f'write "host:port"; each {service} gets a port of its own from there on'
-                raise LaunchError(f"{service}.{option}: {num} {service}s can not share {told}; {remedy}")
+                raise LaunchError(f"{service}.{option}: {num} {service}s cannot share {told}; {remedy}")
         if self.value("router", "tls-certificate", "") and not self.access.is_tls:
             remedy = "say what to trust: `pagewire --ca FILE up ...`, or --tls for a well-known authority"
             raise LaunchError(f"router.tls-certificate: the router is asked for its health as clients ask; {remedy}")

@@ -21,6 +21,6 @@ def new(name: str) -> tuple[str, str]:
     """
     if not _NAME.fullmatch(name):
         allowed = "1 to 64 letters, digits, dots, underscores, hyphens or at signs, a letter or a digit first"
-        raise TokenError(f"{name!r} can not be a tenant's name: {allowed}")
+        raise TokenError(f"{name!r} cannot be a tenant's name: {allowed}")
     token = f"pw-{secrets.token_urlsafe(32)}"
     return token, f'["{name}"]\nsha256 = ["{hashlib.sha256(token.encode()).hexdigest()}"]'

@@ -146,7 +146,7 @@ class _Foreground:
             state.save(self._state)
         except OSError as error:
             if not self._is_saved:
-                raise LaunchError(f"the state can not be written, by which others find it: {error}") from error
+                raise LaunchError(f"the state cannot be written, by which others find it: {error}") from error
             # The disk may be full; what runs serves all the same.
             log.warning("the state file is as it was, for `status` and `down`", extra={"error": str(error)})
         self._is_saved = True

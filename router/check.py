@@ -251,17 +251,17 @@ def _check_search(request: pb.GenerateRequest, found: Violations) -> None:
         return
     found.require("sampling.n", sampling.n <= width, f"is {sampling.n}; must be at most beam_width ({width})")
     unset = not sampling.HasField("best_of")
-    found.require("sampling.best_of", unset, "can not be combined with beam_width: leave it unset, and set n")
+    found.require("sampling.best_of", unset, "cannot be combined with beam_width: leave it unset, and set n")
     require_unless_set("temperature", 0, "a beam search is greedy: leave it unset, or 0")
     for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("typical_p", 1)):
         require_unless_set(name, neutral, f"a beam search filters no tokens: leave it unset, or {neutral}")
     for name, neutral in (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0)):
-        remedy = f"can not be combined with beam_width: leave it unset, or {neutral}"
+        remedy = f"cannot be combined with beam_width: leave it unset, or {neutral}"
         require_unless_set(name, neutral, remedy)
     no_logprobs = not request.output.HasField("logprobs")
-    found.require("output.logprobs", no_logprobs, "can not be combined with sampling.beam_width: leave it unset")
+    found.require("output.logprobs", no_logprobs, "cannot be combined with sampling.beam_width: leave it unset")
     no_strings = not request.stop.strings
-    found.require("stop.strings", no_strings, "can not be combined with sampling.beam_width: use stop.token_ids")
+    found.require("stop.strings", no_strings, "cannot be combined with sampling.beam_width: use stop.token_ids")
 
 
 def _check_output(output: pb.OutputOptions, model: ServedModel, found: Violations) -> None:

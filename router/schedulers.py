@@ -198,7 +198,7 @@ class Schedulers:
                     except TlsError as error:
                         if address in fixed:  # at the start
                             raise
-                        log.warning("a scheduler can not be dialled yet", extra={"error": str(error)})
+                        log.warning("a scheduler cannot be dialled yet", extra={"error": str(error)})
                         continue
                     self._links[address] = link
                     tasks[address] = group.create_task(link.run())
@@ -362,7 +362,7 @@ async def _addresses(name: str, before: list[str]) -> list[str]:
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except OSError as error:
-        log.warning("the schedulers' name can not be looked up", extra={"host": host, "error": str(error)})
+        log.warning("the schedulers' name cannot be looked up", extra={"host": host, "error": str(error)})
         return before
     # A host with addresses of both families is one scheduler.
     family = min(row[0] for row in found)

@@ -30,7 +30,7 @@ class UnreadableFile(Exception):
 
     def __init__(self, path: Path, error: Exception) -> None:
         super().__init__(
-            f"{path} can not be read: {error}; it is damaged or cut short, so fetch or save the model again"
+            f"{path} cannot be read: {error}; it is damaged or cut short, so fetch or save the model again"
         )
 
 

@@ -85,7 +85,7 @@ def _open(path: Path) -> Recorder | None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             log.error("--record: nothing is recorded", extra={"file": path, "error": error.strerror})
             return None
-        print(f"python -m scheduler: --record: can not write {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"python -m scheduler: --record: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -90,6 +90,6 @@ def _why(group: SequenceGroup, num_cached_tokens: int, rates: Rates, now: float)
         return f"its deadline passed after {waited_ms:.0f} ms"
     rate, num_tokens = rates.prefill_tokens_per_s, group.num_prompt_tokens - num_cached_tokens
     return (
-        f"its deadline can not be met: it has waited {waited_ms:.0f} ms, {left_ms:.0f} ms are left, and computing "
+        f"its deadline cannot be met: it has waited {waited_ms:.0f} ms, {left_ms:.0f} ms are left, and computing "
         f"{num_tokens} tokens of its prompt takes {num_tokens / rate * 1e3:.0f} ms at the measured {rate:.0f} tokens/s"
     )

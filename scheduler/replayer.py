@@ -133,7 +133,7 @@ def _next_line(file: BinaryIO, num_bytes: int = -1) -> bytes:
     try:
         return file.readline(num_bytes)
     except OSError as error:
-        raise NotReplayable(f"it can not be read: {error.strerror}") from error
+        raise NotReplayable(f"it cannot be read: {error.strerror}") from error
 
 
 def _head(file: BinaryIO) -> dict[str, Any]:

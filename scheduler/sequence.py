@@ -264,7 +264,7 @@ class SequenceGroup:
             for sequence in self.sequences:
                 sequence.logprobs = Logprobs(wanted.num_top_logprobs)
         if self.beam is not None and (self.penalized or self.num_top_logprobs is not None):
-            raise ValueError("penalties and logprobs can not be combined with a beam search")
+            raise ValueError("penalties and logprobs cannot be combined with a beam search")
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """What is no HTTP/2, no gRPC, or no method of ours costs whoever sends it his connection, and nobody else anything.
 
-gRPC itself answers what it can not read, with INTERNAL where its specification says so; those answers have no
+gRPC itself answers what it cannot read, with INTERNAL where its specification says so; those answers have no
 ErrorInfo, and our own code is never reached. `make fuzz` makes many more.
 """
 

@@ -229,11 +229,11 @@ NORM = "model.norm.weight"
     [
         (
             lambda path, t: path.write_bytes(path.read_bytes()[:-100]),
-            "model.safetensors can not be read.*fetch or save",
+            "model.safetensors cannot be read.*fetch or save",
         ),
         (
             lambda path, t: path.write_bytes(b"garbage, not a header"),
-            "model.safetensors can not be read.*fetch or save",
+            "model.safetensors cannot be read.*fetch or save",
         ),
         (lambda path, t: path.unlink(), "holds neither model.safetensors nor"),
         (lambda path, t: save_file(t | {NORM: t[NORM][1:].clone()}, path), rf"{NORM} is \[35\] in .* means \[36\]"),
@@ -283,7 +283,7 @@ def test_what_our_own_class_does_not_build_is_left_to_transformers(tmp_path, cap
     model = tiny_model(transformers.LlamaConfig(**(NUMBERS | {"hidden_act": "gelu"})))
     runner = tiny_runner(save(model, tmp_path))
     assert not isinstance(runner._model, LlamaForCausalLM)
-    assert "our LlamaForCausalLM can not: activation 'gelu'" in caplog.text
+    assert "our LlamaForCausalLM cannot: activation 'gelu'" in caplog.text
     assert_alike(ours(runner, budget=6), theirs(model))
 
 

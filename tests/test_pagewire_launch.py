@@ -246,7 +246,7 @@ async def test_a_service_that_does_not_let_the_launcher_in_goes_on_and_is_watche
     authority.ca.unlink()
     await checks(5)
     assert trial.pids["router"] == pid
-    assert caplog.text.count("router can not be asked for its health") == 1
+    assert caplog.text.count("router cannot be asked for its health") == 1
     replace(authority.ca, trusted)
     await checks(2)
     trial.restarted.clear()
@@ -291,7 +291,7 @@ async def test_a_service_that_never_serves_ends_the_start(folder):
 async def test_a_service_that_never_lets_the_launcher_in_ends_the_start(folder, tmp_path):
     certificate, key = Authority(tmp_path).issue()
     tls = {"router": f"--tls-certificate {certificate} --tls-key {key}", "access": Access(ca=Authority(tmp_path).ca)}
-    with pytest.raises(LaunchError, match=r"router can not be asked for its health: not let in by TLS.*look at --ca"):
+    with pytest.raises(LaunchError, match=r"router cannot be asked for its health: not let in by TLS.*look at --ca"):
         await Trial(folder, **tls).run()
 
 
@@ -363,7 +363,7 @@ def test_several_routers_have_a_port_each_where_they_can_not_share_one(option):
     assert told("[::1]:9091", 3) == ["[::1]:9091", "[::1]:9092", "[::1]:9093"]
     assert told("127.0.0.1:0", 2) == ["127.0.0.1:0"] * 2, "any free port"
     assert told("unix:/s", 1) == ["unix:/s"]
-    with pytest.raises(LaunchError, match=rf'router.{option}: 2 routers can not share unix:/s; write "host:port"'):
+    with pytest.raises(LaunchError, match=rf'router.{option}: 2 routers cannot share unix:/s; write "host:port"'):
         told("unix:/s", 2)
 
 
@@ -776,7 +776,7 @@ def test_a_cluster_that_drains_is_not_restarted(home, port):
 
 
 class FullDisk(io.StringIO):
-    """What can not be written to any more."""
+    """What cannot be written to any more."""
 
     def write(self, text: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -794,7 +794,7 @@ def test_a_launcher_that_can_write_neither_lines_nor_its_state_goes_on(home, por
 
 def test_a_cluster_that_nobody_would_find_is_not_started(home, port, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
-    with pytest.raises(LaunchError, match=r"state can not be written, by which others find it: .*/dev/null"):
+    with pytest.raises(LaunchError, match=r"state cannot be written, by which others find it: .*/dev/null"):
         _Foreground(LaunchOptions("/m", port=port), str(home), None)._pids({"router": 1})
 
 

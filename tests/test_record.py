@@ -214,7 +214,7 @@ def test_a_record_that_can_not_be_begun_is_refused_at_the_start(place, words, tm
     with pytest.raises(SystemExit) as end:
         scheduler_main.main()
     assert end.value.code == 2
-    assert f"--record: can not write {tmp_path / place}: {words}" in capsys.readouterr().err
+    assert f"--record: cannot write {tmp_path / place}: {words}" in capsys.readouterr().err
 
 
 def test_a_scheduler_that_is_started_again_on_a_full_disk_serves(monkeypatch, caplog):

@@ -111,7 +111,7 @@ def test_replicas_have_a_port_and_a_file_each_where_they_can_not_share_one():
     texts = ("worker.metrics-listen=[::1]:9093", "scheduler.record=/r")
     lines = told(LaunchOptions("/m", replicas=2, settings=tuple(map(Setting.parse, texts))))
     assert [line.rpartition("=")[2] for line in lines.values()][:4] == ["[::1]:9093", "[::1]:9094", "/r-1", "/r-2"]
-    with pytest.raises(LaunchError, match=r'worker.metrics-listen: 2 workers can not share nine; write "host:port"'):
+    with pytest.raises(LaunchError, match=r'worker.metrics-listen: 2 workers cannot share nine; write "host:port"'):
         LaunchOptions("/m", replicas=2, settings=(Setting.parse("worker.metrics-listen=nine"),))
 
 

@@ -48,7 +48,7 @@ def test_only_what_prefers_a_scheduler_moves_when_it_goes(key, gone):
 
 @given(KEYS, loads_of())
 def test_who_is_too_busy_gives_way_to_the_next_in_the_same_order(key, loads):
-    """What a favourite can not take goes where it would go without the favourite."""
+    """What a favourite cannot take goes where it would go without the favourite."""
     first = choose(key, NAMES, [0] * 5, 0.25)
     busy = [0] * 5
     busy[first] = 100

@@ -69,7 +69,7 @@ BAD = [
     ),
     ({"beam_width": 2, "presence_penalty": 1}, "sampling.presence_penalty", "with beam_width: leave it unset, or 0"),
     ({"beam_width": 2, "frequency_penalty": 1}, "sampling.frequency_penalty", "with beam_width: leave it unset, or 0"),
-    ({"beam_width": 2, "output": pb.OutputOptions(logprobs=0)}, "output.logprobs", "can not be combined"),
+    ({"beam_width": 2, "output": pb.OutputOptions(logprobs=0)}, "output.logprobs", "cannot be combined"),
     ({"output": pb.OutputOptions(logprobs=21)}, "output.logprobs", "is 21; must be in 0 .. 20"),
     ({"output": pb.OutputOptions(logprobs=-1)}, "output.logprobs", "is -1; must be in 0 .. 20"),
     ({"output": pb.OutputOptions(prompt_logprobs=21)}, "output.prompt_logprobs", "is 21; must be in 0 .. 20"),

@@ -72,7 +72,7 @@ def test_generation_config_names_defaults_and_config_is_the_last_resort_for_eos(
 def test_a_damaged_file_is_named_with_the_remedy(tmp_path, name, content):
     write_tokenizer(tmp_path)
     (tmp_path / name).write_text(content)
-    with pytest.raises(UnreadableFile, match=rf"{name} can not be read: .*fetch or save the model again"):
+    with pytest.raises(UnreadableFile, match=rf"{name} cannot be read: .*fetch or save the model again"):
         Tokenizer(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Classic steps, deadlines that can not be met, the bounds of the waiting queue, and why one waits."""
+"""Classic steps, deadlines that cannot be met, the bounds of the waiting queue, and why one waits."""
 
 import pytest
 from scheduler_by_hand import make, rows, step, submit
@@ -94,7 +94,7 @@ def test_a_deadline_that_the_measured_rate_can_not_meet_is_refused_before_it_pas
     plan = core.schedule(1.1)
     assert [dropped.group for dropped in plan.dropped] == [late]
     assert plan.dropped[0].message == (
-        "its deadline can not be met: it has waited 100 ms, 900 ms are left, and computing 120 tokens of its prompt "
+        "its deadline cannot be met: it has waited 100 ms, 900 ms are left, and computing 120 tokens of its prompt "
         "takes 1200 ms at the measured 100 tokens/s"
     )
     assert late.status is Status.FINISHED_ABORTED

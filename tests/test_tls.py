@@ -272,7 +272,7 @@ async def test_schedulers_behind_a_name_show_certificates_for_that_name(authorit
         replace(authority.ca, b"half a file")
         hosts.append("127.0.0.3")
         async with asyncio.timeout(10):
-            while "a scheduler can not be dialled yet" not in caplog.text:
+            while "a scheduler cannot be dialled yet" not in caplog.text:
                 await asyncio.sleep(0.01)
         replace(authority.ca, ca)
         async with asyncio.timeout(10):

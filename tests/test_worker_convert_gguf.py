@@ -166,7 +166,7 @@ NEEDED = [
         ({"metadata": {"llama.attention.key_length": 7}}, "a head of 7 values"),
         ({"metadata": {"tokenizer.ggml.eos_token_id": 97}}, "eos_token_id is 97, but there are 97 tokens"),
         ({"metadata": {"tokenizer.ggml.merges": ["1 zz"]}}, "merges do not fit the tokens"),
-        ({"dtype": np.int32}, "tensor token_embd.weight can not be read: .*I32"),
+        ({"dtype": np.int32}, "tensor token_embd.weight cannot be read: .*I32"),
         ({"kinds": [1, 1]}, "token_type has 2 entries for 97 tokens"),
         *(({"without": [key]}, f"its metadata lack {key}$") for key in NEEDED),
     ],

@@ -187,7 +187,7 @@ def test_a_cluster_without_room_says_what_it_has(checkpoint, join, monkeypatch):
 
 def test_a_cluster_that_is_not_there_is_named(checkpoint):
     executor = make_executor(settings(checkpoint, ray_address="127.0.0.1:1"))
-    with pytest.raises(ModelError, match=r"can not join --ray-address 127.0.0.1:1: .*`ray start --address"):
+    with pytest.raises(ModelError, match=r"cannot join --ray-address 127.0.0.1:1: .*`ray start --address"):
         executor.load(pytest.fail)
 
 

@@ -131,13 +131,13 @@ def test_memory_that_is_not_there_is_said_to_be_wanted_for_the_weights(directory
 def test_files_that_are_missing_or_broken_are_refused(directory):
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(ModelError, match="can not be read"):
+    with pytest.raises(ModelError, match="cannot be read"):
         weights_of(directory)
     weights.rename(directory / "pytorch_model.bin")
     with pytest.raises(ModelError, match="pickled weights are not read"):
         weights_of(directory)
     (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    with pytest.raises(ModelError, match=r"gone.safetensors can not be read"):
+    with pytest.raises(ModelError, match=r"gone.safetensors cannot be read"):
         weights_of(directory)
     (directory / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ModelError, match="is no index"):

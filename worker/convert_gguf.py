@@ -146,7 +146,7 @@ def _tensors(entries: dict[str, ReaderTensor], config: dict[str, Any]) -> Iterat
         try:
             values = dequantize(entry.data, entry.tensor_type)
         except NotImplementedError as error:
-            raise ConversionError(f"tensor {entry.name} can not be read: {error}") from error
+            raise ConversionError(f"tensor {entry.name} cannot be read: {error}") from error
         # Tensors that are not quantized come as a read-only view of the file, which torch does not accept.
         rows = torch.from_numpy(np.require(values, requirements="W"))
         projection = name.split(".")[-2]
@@ -170,7 +170,7 @@ def _config(metadata: dict[str, Any], tensor_names: Collection[str]) -> dict[str
     num_heads = _number(metadata, "attention.head_count")
     head_dim = _number(metadata, "attention.key_length", default=hidden_size // num_heads)
     if head_dim % 2:
-        raise ConversionError(f"a head of {head_dim} values can not be rotated in pairs")
+        raise ConversionError(f"a head of {head_dim} values cannot be rotated in pairs")
     rope_theta = _number(metadata, "rope.freq_base", float, default=10_000.0)
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -53,7 +53,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> int:
         lost = asyncio.ensure_future(service.device_lost.wait())
         await asyncio.wait((stopped, lost), return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
-            log.error("the device has failed or hangs, and can not be used again by this process")
+            log.error("the device has failed or hangs, and cannot be used again by this process")
             return 1
     log.info("stopping")
     await server.stop(settings.drain_grace_s, end_live=service.leave, end_within_s=_LAST_STEP_S)

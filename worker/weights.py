@@ -152,7 +152,7 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError) as error:
         remedy = "it is damaged or cut short, so fetch or save the model again"
-        raise ModelError(f"{path} can not be read: {error}; {remedy}") from error
+        raise ModelError(f"{path} cannot be read: {error}; {remedy}") from error
 
 
 def _names(path: Path) -> list[str]:

@@ -129,7 +129,7 @@ class MpExecutor:
         try:
             return wait_for_infos(self._told)
         except (ModelError, RankLost):
-            self._end("one can not load the model")
+            self._end("one cannot load the model")
             raise
         except (EOFError, OSError) as error:
             raise self._lost() from error

@@ -159,9 +159,9 @@ def _join_cluster(settings: WorkerSettings) -> None:
         )
     except (OSError, RuntimeError, ValueError) as error:
         if not settings.ray_address:
-            raise ModelError(f"Ray can not be started on this host: {error}; try again, or --executor mp") from error
+            raise ModelError(f"Ray cannot be started on this host: {error}; try again, or --executor mp") from error
         raise ModelError(
-            f"can not join --ray-address {settings.ray_address}: {error}; this host has to be one of its nodes: "
+            f"cannot join --ray-address {settings.ray_address}: {error}; this host has to be one of its nodes: "
             "`ray start --address=HOST:6379`, with the same versions of Python and Ray"
         ) from error
 

@@ -308,7 +308,7 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, device:
     except ModelError:
         raise
     except Exception as error:  # see `_read_config`
-        raise UnsupportedModel(f"transformers can not load it: {_first_line(error)}") from error
+        raise UnsupportedModel(f"transformers cannot load it: {_first_line(error)}") from error
     if info["mismatched_keys"]:
         name, found, meant = min(info["mismatched_keys"])
         raise ModelError(f"{name} is {list(found)} in {directory}, but config.json means {list(meant)}")
@@ -331,7 +331,7 @@ def _check_kind(whole: PreTrainedModel, config: PreTrainedConfig) -> None:
     if kinds:
         raise UnsupportedModel(f"it has layers of {', '.join(sorted(kinds))}")
     if whole.base_model is whole:
-        raise UnsupportedModel("its head can not be told from its layers")
+        raise UnsupportedModel("its head cannot be told from its layers")
 
 
 def _fix_rotation(whole: nn.Module, context_length: int) -> None:

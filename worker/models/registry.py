@@ -141,7 +141,7 @@ def load_model(
         try:
             numbers = _read_numbers(architecture, directory, config, context_length)
         except UnsupportedModel as problem:
-            reason = f"our {name} can not: {problem}"
+            reason = f"our {name} cannot: {problem}"
         else:
             log.info("model path: our own, since %s is one of ours", name)
             numbers = _untied_if_they_differ(numbers, directory, architecture.embedding)
@@ -166,7 +166,7 @@ def load_model(
     try:
         return load_generic(directory, dtype, device, choose_operations, context_length, cache_dtype or dtype)
     except UnsupportedModel as problem:
-        raise UnsupportedModel(f"{reason}, and transformers can not run it on the paged cache: {problem}") from problem
+        raise UnsupportedModel(f"{reason}, and transformers cannot run it on the paged cache: {problem}") from problem
 
 
 def _read_numbers(
@@ -184,7 +184,7 @@ def _read_numbers(
     except KeyError as error:
         raise ModelError(f"{directory / 'config.json'} lacks {error}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ModelError(f"{directory / 'config.json'} has a value that can not be: {error}") from error
+        raise ModelError(f"{directory / 'config.json'} has a value that cannot be: {error}") from error
     return numbers
 
 
