@@ -110,13 +110,20 @@ class _Rows:
     def candidates(self, num: int) -> tuple[Tensor, Tensor]:
         """The best scaled logits of each row, best first, and their token ids, [R, C] each: `num` of them, or more.
 
-        If a row has both a top-k and a top-p, all that top-k keeps are among them: top-p is a share of their mass.
+        If a row has both a top-k and a top-p, all that top-k keeps are among them, ties with its last token included:
+        top-p is a share of their mass.
         """
         top_k, top_p, _, _ = self.filters
         vocabulary_size = self.scaled.shape[1]
-        most_of_k = int(top_k.masked_fill((top_k >= vocabulary_size) | (top_p >= 1), 0).max())
-        values, ids = self.scaled.topk(min(max(num, most_of_k), vocabulary_size))
-        return values, ids
+        has_both = (top_k < vocabulary_size) & (top_p < 1)
+        num = max(num, int(top_k.masked_fill(~has_both, 0).max()) + 1)  # one more shows whether it ties
+        while True:
+            values, ids = self.scaled.topk(min(num, vocabulary_size))
+            last_kept = values.gather(-1, (top_k - 1).clamp(max=values.shape[1] - 1))
+            ties = has_both & (values[:, -1:] == last_kept) & (last_kept > -torch.inf)
+            if values.shape[1] == vocabulary_size or not ties.any():
+                return values, ids
+            num *= _WIDENING
 
 
 def _draw(rows: _Rows) -> Tensor:

@@ -488,10 +488,10 @@ def _console(*, stderr: bool = False) -> "Console":
 def _explained(error: PagewireError, access: Access | None) -> str:
     """The error's own text, and what to do if that is known."""
     if isinstance(error, Unavailable) and not error.reason:
-        from pagewire.health import is_distrust, not_let_in
+        from pagewire.health import not_let_in
 
-        if access is not None and is_distrust(str(error), access):
-            return not_let_in(str(error))
+        if access is not None and (sentence := not_let_in(str(error), access)) is not None:
+            return sentence
         return (
             f"no server answers; `pagewire up` starts one, --target names another, --tls is for one with TLS ({error})"
         )

@@ -231,11 +231,13 @@ class Cluster:
         if service.starts_behind:
             await self._wait_until_listening(service.starts_behind)
         while True:
-            status = await self._run_once(service)
+            status, has_served = await self._run_once(service)
             end = f"{service.name} {_describe(status)}"
             if not self._ready or status == USAGE_ERROR:
                 when = "" if self._ready else " before it was ready"
-                why = ": Linux does that when memory runs out" if status == -signal.SIGKILL else ""
+                # One that has served may have been killed by us, and why is said there.
+                is_unexplained = status == -signal.SIGKILL and not has_served
+                why = ": Linux does that when memory runs out" if is_unexplained else ""
                 raise LaunchError(self._with_tail(service, end + when + why))
             if status == 0:
                 log.info(f"{service.name} has stopped; starting its successor")
@@ -247,7 +249,8 @@ class Cluster:
             log.warning(f"{end}; starting it again", extra={"delay_s": delay_s})
             await asyncio.sleep(delay_s)
 
-    async def _run_once(self, service: ServiceProcess) -> int:
+    async def _run_once(self, service: ServiceProcess) -> tuple[int, bool]:
+        """Returns a process's exit status, and whether it has served."""
         process = self._started.pop(service.name, None)
         if process is None:
             process = await start(service.command, cores=service.share.cores, variables=service.share.environment)
@@ -260,7 +263,7 @@ class Cluster:
         finally:
             watch.cancel()
         await self._forget(service.name)
-        return status
+        return status, running.has_served
 
     async def _kill_when_silent(self, service: ServiceProcess, running: _Running) -> None:
         """Kills a process that no longer answers. Silence is counted in checks: we may be suspended ourselves."""

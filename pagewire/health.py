@@ -29,18 +29,16 @@ def check(target: str, service: str = "", timeout_s: float = 2.0, access: Access
         try:
             response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=as_grpc_takes(timeout_s))
         except grpc.RpcError as error:
-            code, why = error.code(), (error.details() or "").rpartition("last error: ")[2]
+            code, why = error.code(), error.details() or ""
             if code is grpc.StatusCode.NOT_FOUND:
                 return f"no service {service!r}"
-            return not_let_in(why) if is_distrust(why, access) else f"{NO_ANSWER} ({code.name})"
+            return f"{NO_ANSWER} ({code.name})" if (sentence := not_let_in(why, access)) is None else sentence
     return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
 
 
-def is_distrust(why: str, access: Access) -> bool:
-    """Whether gRPC says that a server is there, but TLS with it fails."""
-    return access.is_tls and any(words in why.lower() for words in _DISTRUST)
-
-
-def not_let_in(why: str) -> str:
-    """The sentence for a server with which TLS fails."""
+def not_let_in(details: str, access: Access) -> str | None:
+    """What to say if gRPC could not connect to a server because TLS failed; None if that is not what `details` tell."""
+    _, failed_to_connect, why = details.rpartition("last error: ")
+    if not (access.is_tls and failed_to_connect and any(words in why.lower() for words in _DISTRUST)):
+        return None
     return f"{NOT_LET_IN}; leave it out, or look at --ca, --certificate and --key ({why})"

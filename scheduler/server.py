@@ -270,10 +270,8 @@ class SessionService:
         )
 
     def _cancel(self, session: RouterSession, handle: int, *, moved: bool = False) -> None:
-        ticket = session.tickets.get(handle)
+        ticket = self._sessions.give_up(session, handle, moved=moved)
         if ticket is not None:
-            ticket.moved = moved
-            self._sessions.give_up(ticket)
             self._core().abort(ticket.group)
             self._loop.wake()
             what = "request goes to another scheduler" if moved else "request cancelled"

@@ -1,7 +1,7 @@
 """Sessions: whose request each group is, and what each router has yet to be told. A TOKEN LEAVES THE SCHEDULER HERE.
 
 A router's stream may break and come back; its requests live on here meanwhile, for the lease. A slow socket never holds
-up the loop: what it has not taken is merged, so that an outbox is bounded by the live output that it describes.
+up the loop: what it has not taken is merged, so that an outbox is bounded by the output that it describes.
 """
 
 import asyncio
@@ -106,10 +106,10 @@ class Outbox:
         self._rejected[rejected.handle] = rejected
         self._filled.set()
 
-    def drop(self, handle: int, num_sequences: int) -> None:
-        """Forgets a request's output that still waits: the router may submit it again under the same handle."""
-        for key in ((handle, index) for index in range(num_sequences)):
-            self._rows.pop(key, None)
+    def drop(self, handle: int) -> None:
+        """Forgets what still waits to be told of a request: the router may submit it again under the same handle."""
+        for key in [key for key in self._rows if key[0] == handle]:
+            del self._rows[key]
             self._logprobs.pop(key, None)
         self._prompts.pop(handle, None)
         self._rejected.pop(handle, None)
@@ -313,11 +313,15 @@ class Sessions:
             ticket.moved = True
             self.forget(ticket)
 
-    def give_up(self, ticket: Ticket) -> None:
-        """Drops a request of a connected router, along with all output that waits for it."""
-        self.forget(ticket)
-        assert ticket.session.outbox is not None
-        ticket.session.outbox.drop(ticket.handle, len(ticket.group.sequences))
+    def give_up(self, session: RouterSession, handle: int, *, moved: bool) -> Ticket | None:
+        """Drops a request of a connected router, if it is there still, and all that waits to be told of it."""
+        assert session.outbox is not None
+        session.outbox.drop(handle)
+        ticket = session.tickets.get(handle)
+        if ticket is not None:
+            ticket.moved = moved
+            self.forget(ticket)
+        return ticket
 
     def _release(self, ticket: Ticket) -> None:
         if self._by_number.pop(ticket.group.number, None) is not None:

@@ -21,7 +21,7 @@ def record_request(tracer: "Tracer", ticket: Ticket, end: float) -> None:
     if ticket.rejected is not None:
         error = f"{code_from_number(ticket.rejected.code).name}: {ticket.rejected.message}"
     elif group.live and not ticket.moved:
-        error = "CANCELLED: the client is gone, or its deadline"
+        error = "CANCELLED: the client is gone, or its deadline, or the connection to its router"
     scheduled, first_token = group.first_scheduled, timeline.first_token
     prompt = {
         "gen_ai.usage.input_tokens": group.num_prompt_tokens,

@@ -56,6 +56,14 @@ def test_a_draw_is_the_twins(kernels, size):
     assert kernels.sample_tokens(logits, heat, *names(5)).equal(reference.sample_tokens(logits, heat, *names(5)))
 
 
+def test_tokens_that_tie_with_the_last_one_of_a_top_k_count_for_a_top_p(kernels):
+    """As logits of bfloat16 do all the time."""
+    rows = 256
+    logits = (torch.randn(rows, 4000, generator=torch.Generator().manual_seed(0)) / 2).bfloat16().float()
+    arguments = (torch.ones(rows), *names(rows), columns([(300, 0.9, 0.0)] * rows, 4000))
+    assert kernels.sample_tokens(logits, *arguments).equal(reference.sample_tokens(logits, *arguments))
+
+
 @pytest.mark.parametrize("size, heat", [(1, 1.0), (40, 4.0), (5000, 0.5), (5000, 1.0), (20_001, 2.0)])
 def test_a_filtered_draw_is_the_twins(kernels, size, heat):
     logits = 2 * torch.randn(len(FILTERS), size, generator=torch.Generator().manual_seed(size))

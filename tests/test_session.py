@@ -538,7 +538,7 @@ async def test_what_waits_of_a_request_is_not_told_once_its_router_has_given_it_
         tickets.add(session, handle, submit(core, 1))
         session.outbox.put_tokens(handle, sequence_with([7, 8]), 0)
         session.outbox.put_finished(pb.Finished(handle=handle))
-    tickets.give_up(session.tickets[1])
+    tickets.give_up(session, 1, moved=False)
     outputs = (await session.outbox.take()).step_outputs
     assert (unpack(outputs.handles).tolist(), [end.handle for end in outputs.finished]) == ([2], [2])
 
@@ -555,6 +555,18 @@ async def test_an_error_comes_behind_the_tokens_that_wait_for_a_slow_router(monk
     first, second, last = [await session.outbox.take() for _ in range(3)]
     assert [unpack(message.step_outputs.handles).tolist() for message in (first, second)] == [[1], [2]]
     assert last.rejected.handle == 2
+
+
+async def test_what_has_ended_long_ago_is_not_told_either_once_its_router_has_given_it_up():
+    tickets, core = sessions.Sessions(lambda ticket: None, lambda ticket: None), make()
+    session = tickets.connect("router")
+    tickets.add(session, 1, submit(core, 1))
+    session.outbox.put_tokens(1, sequence_with([7, 8]), 0)
+    tickets.end(session.tickets[1], now=10.0)
+    tickets.purge(before=11.0)
+    assert tickets.give_up(session, 1, moved=False) is None
+    session.outbox.put_tokens(1, sequence_with([9]), 0)  # of another stay
+    assert unpack((await session.outbox.take()).step_outputs.token_ids).tolist() == [9]
 
 
 async def test_what_has_ended_long_ago_is_still_told_to_a_router_that_was_slow():
