@@ -61,6 +61,7 @@ class FakeScheduler(SessionServiceServicer):
     explanations: dict[str, session_pb2.ExplainResponse] = field(default_factory=dict)
     position: int = 0
     num_states: int = 0
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def Session(self, requests, context):
         resumed = [row.handle for row in (await context.read()).hello.resume]
@@ -79,14 +80,19 @@ class FakeScheduler(SessionServiceServicer):
             limits=session_pb2.Limits(max_num_seqs=self.max_num_seqs),
             unknown_handles=pack(resumed if self.is_new else []),
         )
-        await context.write(session_pb2.SessionResponse(welcome=welcome))
+        await self._write(welcome=welcome)
         await self.tell_load(serving=True)
         while (message := await context.read()) is not grpc.aio.EOF:
             if message.HasField("ping"):
                 if not self.is_silent:
-                    await context.write(session_pb2.SessionResponse(pong=session_pb2.Pong()))
+                    await self._write(pong=session_pb2.Pong())
             else:
                 self.heard.put_nowait(message)
+
+    async def _write(self, **message: object) -> None:
+        """One message at a time, as gRPC takes them: pings are answered while a test tells something."""
+        async with self._writing:
+            await self._context.write(session_pb2.SessionResponse(**message))
 
     async def GetState(self, request, context):
         self.num_states += 1
@@ -108,10 +114,10 @@ class FakeScheduler(SessionServiceServicer):
         return (await self.heard.get()).submit
 
     async def tell_load(self, **load: object) -> None:
-        await self._context.write(session_pb2.SessionResponse(load=session_pb2.Load(**load)))
+        await self._write(load=session_pb2.Load(**load))
 
     async def drain(self) -> None:
-        await self._context.write(session_pb2.SessionResponse(drain=session_pb2.Drain()))
+        await self._write(drain=session_pb2.Drain())
 
     async def tell(
         self,
@@ -137,14 +143,14 @@ class FakeScheduler(SessionServiceServicer):
             finished=ends,
             token_logprobs=pack_floats([-0.25] * len(b"".join(tokens.values()))),
         )
-        await self._context.write(session_pb2.SessionResponse(step_outputs=outputs))
+        await self._write(step_outputs=outputs)
 
     async def accept(self, handle: int = 1) -> None:
-        await self._context.write(session_pb2.SessionResponse(accepted=session_pb2.Accepted(handle=handle)))
+        await self._write(accepted=session_pb2.Accepted(handle=handle))
 
     async def reject(self, code: grpc.StatusCode, message: str, handle: int = 1, reason: str = "X") -> None:
         rejected = session_pb2.Rejected(handle=handle, code=code.value[0], reason=reason, message=message)
-        await self._context.write(session_pb2.SessionResponse(rejected=rejected))
+        await self._write(rejected=rejected)
 
 
 @dataclass
