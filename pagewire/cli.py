@@ -490,11 +490,8 @@ def _explained(error: PagewireError, access: Access | None) -> str:
     if isinstance(error, Unavailable) and not error.reason:
         from pagewire.health import not_let_in
 
-        if access is not None and (sentence := not_let_in(str(error), access)) is not None:
-            return sentence
-        return (
-            f"no server answers; `pagewire up` starts one, --target names another, --tls is for one with TLS ({error})"
-        )
+        nobody = "no server answers; `pagewire up` starts one, --target names another, --tls is for one with TLS"
+        return (access is not None and not_let_in(str(error), access)) or f"{nobody} ({error})"
     if isinstance(error, DeadlineExceeded):
         return f"not done within --timeout ({error})"
     if isinstance(error, RequestError) and error.retry_after_s is not None:

@@ -29,16 +29,15 @@ def check(target: str, service: str = "", timeout_s: float = 2.0, access: Access
         try:
             response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=as_grpc_takes(timeout_s))
         except grpc.RpcError as error:
-            code, why = error.code(), error.details() or ""
-            if code is grpc.StatusCode.NOT_FOUND:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
                 return f"no service {service!r}"
-            return f"{NO_ANSWER} ({code.name})" if (sentence := not_let_in(why, access)) is None else sentence
+            return not_let_in(error.details() or "", access) or f"{NO_ANSWER} ({error.code().name})"
     return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
 
 
-def not_let_in(details: str, access: Access) -> str | None:
-    """What to say if gRPC could not connect to a server because TLS failed; None if that is not what `details` tell."""
+def not_let_in(details: str, access: Access) -> str:
+    """What to say if gRPC could not connect to a server because TLS failed; "" if that is not what `details` tell."""
     _, failed_to_connect, why = details.rpartition("last error: ")
     if not (access.is_tls and failed_to_connect and any(words in why.lower() for words in _DISTRUST)):
-        return None
+        return ""
     return f"{NOT_LET_IN}; leave it out, or look at --ca, --certificate and --key ({why})"
