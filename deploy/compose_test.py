@@ -8,6 +8,7 @@ is not disturbed. Whatever the test started it stops, also when it fails.
 Run it by the Python of the repository's virtual environment, which holds the client.
 """
 
+import argparse
 import contextlib
 import fcntl
 import json
@@ -27,6 +28,7 @@ MODEL_FOLDER = "/models/pagewire/models"  # where `pagewire model` puts models w
 
 def main() -> None:
     """Runs the whole test; exits 1 with a message when a step fails."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()  # there are none but --help
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
     LOGS.mkdir(parents=True, exist_ok=True)
     try:

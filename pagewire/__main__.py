@@ -1,5 +1,6 @@
 """The command line, as `pagewire` and as `python -m pagewire`. It first starts what takes longest: a worker."""
 
+import os
 import signal
 import sys
 
@@ -14,6 +15,8 @@ def main() -> None:
     if interrupt is signal.default_int_handler:
         # Ctrl-C during the imports: nothing runs that needs an orderly end, and a traceback would be of no interest.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # gRPC's own messages, such as one for each failed handshake, would only stand before what we say about it.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # After access options, as in `pagewire --token T up`, the worker is started only when its turn comes.
     if sys.argv[1:2] == ["up"] and _STARTS_NO_WORKER.isdisjoint(sys.argv):
         early_worker.started = early_worker.EarlyWorker()

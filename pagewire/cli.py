@@ -7,6 +7,7 @@ Options and help are defined here; what the commands do, in modules that they im
 import dataclasses
 import math
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
 
 
 class _ReportingGroup(typer.core.TyperGroup):
-    """Shows the errors that this package raises on purpose as a line, and exits with status 1."""
+    """Shows the errors that this package raises on purpose, and the system's, as a line, and exits with status 1."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except PagewireError as error:
+        except BrokenPipeError:
+            raise  # typer ends without a word
+        except (PagewireError, OSError) as error:  # such as a full disk, or a folder that is not to be written to
             _console(stderr=True).print("error:", _explained(error, ctx.obj), style="red", markup=False)
             raise typer.Exit(1) from error
 
@@ -139,7 +142,9 @@ def up(
     dtype: Annotated[
         str | None, typer.Option(help="Type of weights and KV cache, such as bfloat16 or float32.")
     ] = None,
-    kv_cache_bytes: Annotated[str | None, typer.Option(help="Size of each worker's KV cache.")] = None,
+    kv_cache_bytes: Annotated[
+        str | None, typer.Option(help="Size of the KV cache at each rank, such as 512MiB.")
+    ] = None,
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Most sequences that run together, at each scheduler.")
     ] = None,
@@ -393,7 +398,7 @@ def chat(
         stop=stop or None,
     )
     with Client(target, ctx.obj) as client:
-        Conversation(client, system, options, _console(stderr=True)).run()
+        Conversation(client, system, options, _console(stderr=True), partial(_explained, access=ctx.obj)).run()
 
 
 @app.command()
@@ -485,7 +490,7 @@ def _console(*, stderr: bool = False) -> "Console":
     return Console(stderr=stderr, highlight=False, soft_wrap=True)
 
 
-def _explained(error: PagewireError, access: Access | None) -> str:
+def _explained(error: PagewireError | OSError, access: Access | None) -> str:
     """The error's own text, and what to do if that is known."""
     if isinstance(error, Unavailable) and not error.reason:
         from pagewire.health import not_let_in
@@ -494,6 +499,8 @@ def _explained(error: PagewireError, access: Access | None) -> str:
         return (access is not None and not_let_in(str(error), access)) or f"{nobody} ({error})"
     if isinstance(error, DeadlineExceeded):
         return f"not done within --timeout ({error})"
+    if isinstance(error, RequestError) and error.reason == "TOKEN_MISSING":
+        return f"{error}; --token, before the command, sends it"
     if isinstance(error, RequestError) and error.retry_after_s is not None:
         return f"{error}; try again in {error.retry_after_s:g} s"
     return str(error)

@@ -26,7 +26,7 @@ def show(port: int, console: Console, access: Access) -> bool:
     elif answer.startswith(health.NO_ANSWER):
         console.print(f"nothing runs on port {port}; `pagewire up` starts a cluster")
         return False
-    console.print(f"listens  {target}, {with_remedy(answer, access)}", markup=False)
+    console.print(f"target   {target}, {with_remedy(answer, access)}", markup=False)
     if answer == health.SERVING:
         _show_model(target, access, console)
         _show_load(target, access, console)

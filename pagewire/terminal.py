@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 
 from rich.console import Console
 
@@ -70,12 +71,28 @@ def as_json(completion: Completion) -> str:
 
 
 class Conversation:
-    """A chat in the terminal: keeps what was said, and sends it all with every turn."""
+    """A chat in the terminal: keeps what was said, and sends it all with every turn.
 
-    def __init__(self, client: Client, system: str | None, options: Options, remarks: Console) -> None:
+    Args:
+        client: to the server that answers.
+        system: what the assistant is told first, if anything.
+        options: of every turn.
+        remarks: shows what is not an answer.
+        explained: an error in words.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        system: str | None,
+        options: Options,
+        remarks: Console,
+        explained: Callable[[RequestError], str],
+    ) -> None:
         self._client = client
         self._options = options
         self._remarks = remarks
+        self._explained = explained
         self._messages = [Message(role="system", content=system)] if system else []
 
     def run(self) -> None:
@@ -96,7 +113,7 @@ class Conversation:
             except KeyboardInterrupt:
                 _write("\n")
             except RequestError as error:
-                self._remarks.print(str(error), style="red", markup=False)
+                self._remarks.print("error:", self._explained(error), style="red", markup=False)
 
     def _turn(self, text: str) -> None:
         if not text:

@@ -116,6 +116,10 @@ def test_every_command_in_compose_is_one_that_the_service_takes(service):
     settings_of(service, words[3:])
 
 
+def test_who_asks_the_compose_test_for_help_gets_help_and_no_images():
+    assert "usage: compose_test.py" in ran(sys.executable, ROOT / "deploy" / "compose_test.py", "--help")
+
+
 def test_compose_gives_a_router_the_time_that_its_drain_takes():
     service = composed()["services"]["router"]
     settings = settings_of("router", service["command"][3:])

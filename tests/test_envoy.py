@@ -44,10 +44,10 @@ class Site:
     cluster: Cluster
     envoy: Envoy
 
-    def http(self, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
+    def http(self, method: str, path: str, body: object = None, **headers: str) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self.envoy.port, timeout=30)
         text = None if body is None else json.dumps(body)
-        connection.request(method, path, text, {"content-type": "application/json"})
+        connection.request(method, path, text, {"content-type": "application/json"} | headers)
         return connection.getresponse()
 
 
@@ -88,6 +88,24 @@ async def test_a_deadline_passes_to_the_scheduler(site):
         while (state := await asyncio.to_thread(site.cluster.state)).num_running:
             await asyncio.sleep(0.01)
         assert state.block_pool.num_held == 0
+
+
+async def test_a_stream_whose_deadline_passes_ends_with_that_and_is_not_broken_off(site):
+    async def outlasted(deadline_s: float) -> grpc.StatusCode:
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            async for _ in GenerationServiceStub(channel).Generate(asked(max_tokens=5000), timeout=deadline_s):
+                pass
+        return info.value.code()
+
+    async with grpc.aio.insecure_channel(site.envoy.target) as channel:
+        codes = await asyncio.gather(*[outlasted(0.5 + 0.01 * number) for number in range(30)])
+        assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+def test_a_deadline_over_http_is_a_header_and_an_error_like_others(site):
+    endless = {"text": PROMPT, "stop": {"max_tokens": 5000}}
+    answer = site.http("POST", "/v1/complete", endless, **{"grpc-timeout": "300m"})
+    assert (answer.status, json.load(answer)["code"]) == (504, grpc.StatusCode.DEADLINE_EXCEEDED.value[0])
 
 
 def test_a_router_describes_itself_through_the_proxy(site):
@@ -201,7 +219,6 @@ def test_our_client_asks_once_for_what_takes_longer_than_the_proxy_allows(site):
     def hurried(config: dict) -> None:
         for route in routes(config):
             route["route"]["timeout"] = "0.3s"
-            route["route"].pop("max_stream_duration", None)  # which would decide instead
 
     with envoy([*site.cluster.routers], hurried) as proxy, Client(proxy.target) as client:
         proxy.wait_for_healthy(2)

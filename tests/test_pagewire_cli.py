@@ -7,6 +7,7 @@ import subprocess
 import sys
 from datetime import datetime
 
+import grpc
 import pytest
 from pagewire_fakes import FakeGeneration, delta, last, serving
 from typer.testing import CliRunner
@@ -181,6 +182,10 @@ def test_generate_says_why_an_answer_ended_for_want_of_blocks(run, fake, reason,
             "error: sampling.n: must be 1 or more; text: must not be empty\n",
         ),
         (unavailable("DRAINING", "the server drains"), "error: the server drains; try again in 1 s\n"),
+        (
+            Refusal(grpc.StatusCode.UNAUTHENTICATED, "TOKEN_MISSING", "a token is wanted"),
+            "error: a token is wanted; --token, before the command, sends it\n",
+        ),
     ],
 )
 def test_a_refusal_is_one_line_and_status_1(run, fake, refusal, line):
@@ -207,6 +212,21 @@ def test_no_server_is_one_line_that_says_how_to_start_one():
     assert shown.stderr.count("\n") == 1
 
 
+def test_a_server_without_tls_that_is_asked_by_tls_is_one_line(target):
+    command = [sys.executable, "-m", "pagewire", "--tls", "generate", "Hi", "--target", target]
+    variables = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert ended.stderr.startswith("error: not let in by TLS")
+
+
+def test_a_full_disk_is_one_line(target):
+    command = [sys.executable, "-m", "pagewire", "generate", "Hi", "--target", target]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "error: [Errno 28] No space left on device\n")
+
+
 def test_the_rate_counts_tokens_after_each_sequences_first():
     outputs = (Output(0, "a"), Output(1, "b"))
     completion = Completion("r", outputs, Usage(5, 0, 12), Timings(0, 500, 1500, 0))
@@ -231,6 +251,14 @@ def test_chat_from_a_pipe_ends_with_an_error(run, fake):
     fake.script = refuse(unavailable("DRAINING", "the server drains"))
     shown = run("chat", stdin="one\ntwo\n")
     assert (shown.exit_code, {request.chat.messages[-1].content for request in fake.requests}) == (1, {"one"})
+
+
+def test_chat_on_a_terminal_says_what_to_do_about_an_error_and_goes_on():
+    keyboard, terminal_of_chat = os.openpty()
+    os.write(keyboard, b"one\ntwo\n\x04")
+    command = [sys.executable, "-m", "pagewire", "chat", "--target", "127.0.0.1:1"]
+    ended = subprocess.run(command, stdin=terminal_of_chat, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.count("error: no server answers; `pagewire up` starts one")) == (0, 2)
 
 
 def test_tokenize_prints_ids(run):
@@ -282,6 +310,16 @@ def test_health_asks_the_server_that_the_environment_names(target, monkeypatch):
 
 def test_model_prints_a_folder(tmp_path):
     assert CliRunner().invoke(app, ["model", str(tmp_path)]).stdout == f"{tmp_path}\n"
+
+
+@pytest.mark.parametrize("command", ["model", "up", "up --detach"])
+def test_a_folder_that_cannot_be_made_is_one_line_with_its_name(command, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    monkeypatch.setenv("XDG_STATE_HOME", str(file))
+    shown = CliRunner().invoke(app, command.split())
+    assert (shown.exit_code, shown.stderr.count("\n"), str(file) in shown.stderr) == (1, 1, True)
 
 
 def test_every_command_has_help():

@@ -500,7 +500,8 @@ def test_a_detached_cluster_serves_and_is_shown_and_stopped(home, port):
     assert health.check(f"127.0.0.1:{port}") == health.SERVING
     shown = pagewire("status", "--port", port)
     assert shown.returncode == 0
-    for word in (*NAMES, "launcher", "SERVING", "fake, float32, 64 tokens", "--no-introspection", f"{port}.log"):
+    where = f"target   127.0.0.1:{port}, SERVING"
+    for word in (*NAMES, "launcher", where, "fake, float32, 64 tokens", "--no-introspection", f"{port}.log"):
         assert word in shown.stdout
     again = pagewire("up", "--model", home, "--port", port)
     assert (again.returncode, "runs on port" in again.stderr) == (1, True)
@@ -520,7 +521,7 @@ def test_a_cluster_behind_tls_is_started_and_shown_by_who_trusts_it(num, home, p
     assert (up.returncode, up.stderr) == (0, "")
     shown = pagewire("--ca", authority.ca, "status", "--port", port)
     assert shown.returncode == 0
-    assert shown.stdout.count("SERVING") == 3 * num + 1, "all processes, and where it listens"
+    assert shown.stdout.count("SERVING") == 3 * num + 1, "all processes, and the target"
     assert [name for name in state.load(port).addresses if name not in shown.stdout] == []
     locked_out = pagewire("status", "--port", port)
     assert (locked_out.returncode, "(UNAVAILABLE); --ca FILE or --tls" in locked_out.stdout) == (1, True)
