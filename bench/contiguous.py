@@ -1,7 +1,7 @@
 """Contiguous KV memory, for comparison: the reservation policies that PagedAttention was measured against.
 
 Kwon et al., SOSP'23, section 6.1: an Orca that keeps the KV of a request in one contiguous run of slots, reserved
-whole when the request begins, in memory that a buddy allocator hands out. Three versions know differently much:
+whole when the request begins, in memory that a buddy allocator hands out. Its three versions differ in what they know:
 
     max      reserves the model's greatest length, 2,048 slots
     pow2     reserves the prompt and the output rounded up to a power of two (25 -> 32), so over-reserves at most 2x
@@ -78,7 +78,7 @@ class FirstFitAllocator:
 
 
 class BuddyAllocator:
-    """Runs of power-of-two sizes at multiples of their size; two halves of a larger run that are both free are one.
+    """Runs of power-of-two sizes at multiples of their size; when both halves of a run are free, they are joined.
 
     A pool whose size is no power of two begins as several runs, the largest first.
     """
@@ -93,7 +93,7 @@ class BuddyAllocator:
                 start += 1 << bit
 
     def allocate(self, num_slots: int) -> int | None:
-        """The start of a run of the next power of two, split off the smallest free one that holds it; None: no such."""
+        """The start of a run of the next power of two, split off the smallest free one that holds it, or None."""
         wanted = power_of_two(num_slots)
         size = min((size for size, starts in self._free.items() if size >= wanted and starts), default=None)
         if size is None:

@@ -1,6 +1,6 @@
 """The whole control plane at full speed: real scheduler and router processes over real gRPC, on Unix sockets.
 
-Behind them a worker that answers at once (`bench.instant_worker`), before them streams that are always busy
+Behind them is a worker that answers at once (`bench.instant_worker`), in front of them streams that are always busy
 (`bench.load`): either on the Session stream of the scheduler itself, or real Generate calls to the router. All
 processes compete for this machine's cores; the CPU time of each, from /proc, tells what it would do on a core of its
 own.
@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import itertools
 import json
+import math
 import subprocess
 import tempfile
 import time
@@ -75,8 +76,8 @@ class Measured:
         messages_s: that they came in.
         tokens_per_step: how many sequences a step held.
         cpu: share of a core that each process used.
-        others_cpu: cores that everything else on this machine used.
-        idle_cpu: cores that nobody used.
+        others_cpu: cores that all other processes of this machine used.
+        idle_cpu: cores that nothing used.
         tokens_per_cpu_s: what each process did in a second of CPU time; of the clients all together.
         gap_ms: between two deltas of a stream of Generate, p50 and p99; empty at the other door.
     """
@@ -132,14 +133,18 @@ class _Plane:
         )
 
     async def next_lines(self) -> None:
-        """Returns when every client has told what it has got."""
+        """Returns when every client has reported what it has received by now; earlier reports are skipped."""
+        asked = time.monotonic()
         for name, client in self.clients.items():
             assert client.stdout is not None
-            async with asyncio.timeout(_SILENCE_TIMEOUT_S):
-                line = await client.stdout.readline()
-            if not line:
-                raise RuntimeError(f"{name} has ended; what the servers said:\n{self.last_words()}")
-            self.lines[name] = json.loads(line)
+            told = -math.inf
+            while told < asked:
+                async with asyncio.timeout(_SILENCE_TIMEOUT_S):
+                    line = await client.stdout.readline()
+                if not line:
+                    raise RuntimeError(f"{name} has ended; what the servers said:\n{self.last_words()}")
+                self.lines[name] = json.loads(line)
+                told = self.lines[name]["time"]
 
     def last_words(self) -> str:
         """The ends of the servers' logs."""
@@ -300,7 +305,7 @@ def write_byte_tokenizer(directory: Path) -> Path:
     """A folder with a tokenizer whose tokens are bytes, for a machine without a model."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    # ByteLevel writes a byte that is no printable character as one behind the first 256.
+    # ByteLevel writes a byte that is no printable character as a character after the first 256.
     shown = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab={shown[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

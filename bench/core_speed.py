@@ -40,8 +40,8 @@ class Case:
         blocked_by_memory: they wait for blocks instead, of which too few are free.
         waiting_cached: the prompts of those that wait are in the prefix cache, all but their last block.
         mixed: requests end and new ones are admitted all the time, so that steps hold chunks of prompts too.
-        steps_in_flight: steps that are planned before the first of them is answered, behind one another.
-        num_concurrent_steps: the same beside each other, so that each holds a share of the sequences.
+        steps_in_flight: steps that are planned, one behind the other, before the first of them is answered.
+        num_concurrent_steps: steps that run beside each other, each with a share of the sequences.
         num_tenants: whose requests they are, in turn.
     """
 
@@ -65,7 +65,7 @@ class Timings:
         request: building and serializing the message to the worker.
         result: parsing its answer.
         submit: milliseconds of each submission.
-        gc_ms: garbage collection during all of it.
+        gc_ms: garbage collection during the whole run, also while the answers are prepared.
         num_tokens: planned, over all steps.
     """
 
@@ -101,7 +101,7 @@ class Summary:
 
 
 class Driver:
-    """One case's core on its way."""
+    """Drives the core of one case."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
         self._case = case
@@ -125,7 +125,7 @@ class Driver:
         self._prompt: array[int] | None = None
 
     def warm_up(self) -> None:
-        """Fills the core up to where every sequence decodes, and the waiting queue behind them."""
+        """Fills the core until every sequence decodes, and then the waiting queue."""
         case = self._case
         for place in range(case.num_running):
             # Spread over the lengths of blocks, or over the outputs' lengths: they do not all grow, or end, at once.

@@ -1,8 +1,8 @@
 """`python -m bench.executors`: what a step costs through each executor, with a model that takes next to no time.
 
-The model has one layer of 64 values, so nearly all is the way of a step to the ranks and back, and, where there are two
-of them, what they say to each other in it: five sums and gathers. Each executor is measured in a process of its own, as
-the worker runs it but for gRPC: steps of decodes, one after the other, from the request to the answer.
+The model has one layer of 64 values, so nearly all of the time goes into sending a step to the ranks and back, and with
+two ranks into what they exchange in it: five sums and gathers. Each executor is measured in a process of its own, as
+the worker runs it but without gRPC: steps of decodes, one after the other, from the request to the answer.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def write_checkpoint(directory: Path) -> None:
 
 
 def measure(executor: Executor, num_rows: int) -> Summary:
-    """Times steps of so many decodes."""
+    """Times steps of `num_rows` decodes."""
     ids = range(1, num_rows + 1)
     executor.launch(
         _step(num_rows, _PROMPT_TOKENS, new=[NewRequest(request_id=i, sampling=_GREEDY) for i in ids])
@@ -127,11 +127,13 @@ def measure_here(executor: ExecutorName, num_ranks: int, model: str) -> list[Mea
         follow(settings)
     runs = make_executor(settings)
     runs.load(_ignore)
-    return [Measured(executor, num_ranks, num_rows, measure(runs, num_rows)) for num_rows in ROWS]
+    measured = [Measured(executor, num_ranks, num_rows, measure(runs, num_rows)) for num_rows in ROWS]
+    runs.close()
+    return measured
 
 
 def _ignore() -> None:
-    """The end of the ranks shows in the step that they do not answer."""
+    """If the ranks end, the step that they do not answer fails."""
 
 
 def run(executor: ExecutorName, num_ranks: int, model: Path) -> list[Measured]:
@@ -159,7 +161,7 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--executors", default=",".join(EXECUTORS), help="some of them (default: all)")
-    parser.add_argument("--json", type=Path, help="file to write all figures to")
+    parser.add_argument("--json", type=machine.output_file, help="file to write all figures to")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -168,16 +170,23 @@ def main() -> None:
         Path(out).write_text(json.dumps([dataclasses.asdict(row) for row in measured]))
         sys.stdout.flush()
         os._exit(0)  # as the worker does
-    rows = []
+    executors = arguments.executors.split(",")
+    if unknown := [name for name in executors if name not in EXECUTORS]:
+        parser.error(f"no executor {', '.join(unknown)}; there are {', '.join(EXECUTORS)}")
+    rows, failures = [], []
     with tempfile.TemporaryDirectory() as directory:
         write_checkpoint(Path(directory))
-        for executor in arguments.executors.split(","):
+        for executor in executors:
             for num_ranks in RANKS[:1] if executor == "uni" else RANKS:
-                rows += run(executor, num_ranks, Path(directory))
+                try:
+                    rows += run(executor, num_ranks, Path(directory))
+                except subprocess.CalledProcessError as error:
+                    failures.append(f"{executor}, ranks: {num_ranks}, ended with status {error.returncode}")
     Console().print(table(rows))
     if arguments.json is not None:
         report = machine.facts(["pagewire", "torch"]) | {"steps": [dataclasses.asdict(row) for row in rows]}
         machine.write(arguments.json, report)
+    sys.exit("\n".join(failures) or 0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Speed of the Triton kernels and of whole models on a GPU, as shares of what it was measured to reach.
 
-`python -m bench.gpu` stops starting cases when its time is up; each case that fails is named with its error, and is no
-reason to end. Results go to `bench/results/` with the device and the versions. Exit status: 1 when a case failed.
+`python -m bench.gpu` starts no more cases when its time is up. A case that fails is named with its error, and the
+others go on. Results go to `bench/results/` with the device and the versions. Exit status: 1 when a case failed.
 
 A case is recorded as a CUDA graph where it can be, as in production, so that the host's share does not count; the
 host's own time for a call is measured beside it. Between repetitions the L2 cache is overwritten.
@@ -59,7 +59,7 @@ class Row:
 
 
 class LeftOut(Exception):
-    """A case that this machine is not made for, and why: no failure."""
+    """This machine cannot run a case, for the reason given. That is no failure."""
 
 
 class Timer(Protocol):
@@ -72,7 +72,7 @@ class Timer(Protocol):
         """Of one call that does not wait for the device."""
 
     def clean_up(self) -> None:
-        """Gives back what the last case took."""
+        """Frees what the last case took."""
 
 
 class CudaTimer:
@@ -144,8 +144,8 @@ def run_cases(
         cases: in order.
         timer: that times them.
         ceilings: rate by name, for the shares.
-        is_time_up: whether no further case is to be started.
-        report: told of each row as it is made.
+        is_time_up: whether no more cases may be started.
+        report: called with each row as it is made.
     """
     rows = []
     for case in cases:
@@ -203,10 +203,20 @@ def line(row: Row) -> str:
     """A row as a line of the table."""
     title = f"{row.group:18} {row.name:36}"
     if row.error:
-        return f"{title} {'left out' if row.error.startswith('left out') else 'FAILED'}: {row.error}"
+        return f"{title} {row.error if row.error.startswith('left out') else f'FAILED: {row.error}'}"
     share = f"{row.share:6.1%}" if row.share is not None else " " * 6
     beside = f"  torch {row.beside_us:9.1f} us" if row.beside_us is not None else ""
     return f"{title} {row.time_us:11.1f} us {row.rate:8.1f} {row.unit:8} {share}  host {row.host_us:6.1f} us{beside}"
+
+
+def output(text: str) -> Path:
+    """The type of the argument that names an existing folder, or a file to write.
+
+    Raises:
+        ArgumentTypeError: nothing can be written there.
+    """
+    path = Path(text)
+    return path if path.is_dir() else machine.output_file(text)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -218,7 +228,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--kv-bytes", type=int, default=_MOST_KV_BYTES, help="most K and V of a decode case's layer")
     parser.add_argument(
-        "--output", type=Path, default=_RESULTS, help="file or folder for the results (default: %(default)s)"
+        "--output", type=output, default=_RESULTS, help="file or folder for the results (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
     if options.seconds <= 0 or options.kv_bytes <= 0:
@@ -233,7 +243,7 @@ def wanted(cases: "Iterable[Case]", only: str) -> "list[Case]":
 
 
 def _model_cases() -> "Iterator[Case]":
-    """Those of whole models, or one that tells why there are none."""
+    """Cases of whole models, or a single one that tells why there are none."""
     from bench.gpu_cases import CUDA, Case
 
     def refuse(reason: Exception) -> "Timed":
@@ -290,11 +300,11 @@ def main(arguments: Sequence[str]) -> int:
     measured: list[Row] = []
     kernels = cases(min(options.kv_bytes, device.total_memory // 4))
     with torch.inference_mode():
-        # Whole models last: they take the memory that the others have given back.
+        # Whole models last: they need the memory that the others have freed.
         for group in (ceilings(), wanted(kernels, options.only), wanted(_model_cases(), options.only)):
             measured += run_cases(group, timer, rates, is_time_up, show)
             rates = rates or {row.name: row.rate for row in measured if not row.error}
-            # Kept whatever the next group does to the process.
+            # Written now, in case the next group ends the process.
             machine.write(path, facts | {"ceilings": rates, "rows": [asdict(row) for row in measured]})
     failed = [row for row in measured if row.error and not row.error.startswith("left out")]
     print(f"{len(measured)} cases, {len(failed)} failed; written to {path}")

@@ -50,13 +50,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a case has timed itself, since it is no one launch.
+    """What a case has timed itself, since it is not a single launch.
 
     Attributes:
-        time_us: of one of what it counts.
-        host_us: that the host takes to ask for one, as far as that is known.
-        bytes_moved: as in `Work`, by one of them.
-        tokens: that come out of one; 0 where memory is what counts.
+        time_us: of one unit of what it counts.
+        host_us: that the host takes to launch one, as far as it is known.
+        bytes_moved: as in `Work`, by one unit.
+        tokens: that one gives; 0 where memory is what counts.
     """
 
     time_us: float
@@ -70,9 +70,9 @@ class Case:
     """One line of the results.
 
     Attributes:
-        group: of cases that stand in one table.
+        group: of cases in one table.
         name: what distinguishes it there.
-        make: sets it up, on the GPU, and gives what to time, or what it has timed.
+        make: sets it up on the GPU; returns what to time, or what it has timed.
         ceiling: which ceiling its rate is a share of: "copy", "matmul", "to_device", "to_host"; None: none.
     """
 

@@ -1,6 +1,6 @@
 """Whole models on a GPU, as cases of `bench.gpu`: the time of a decode step, and the tokens that come out of a service.
 
-The model is Llama 3 8B in its shape, with random weights in bfloat16. A decode step is what the worker does with a
+The model has the shape of Llama 3 8B, with random weights in bfloat16. A decode step is what the worker does with a
 request: everything from reading it to sampled tokens, each step launched while the one before runs, so that the host
 shows only where it is slower than the device. Its bytes, those of the weights and of the K and V that it attends to,
 are set beside the bandwidth that a copy reached, so its share is the shortest time that reading them could take over
@@ -88,7 +88,7 @@ class Load:
 
 
 class ModelCases:
-    """The cases, and what they have in common, which is made when the first of them needs it.
+    """The cases, and what they share, which is made when the first of them needs it.
 
     Args:
         device: a GPU; a CPU for tests.
@@ -170,7 +170,7 @@ class ModelCases:
         return self._runner
 
     def _decode(self, batch: int, *, is_recorded: bool) -> Timed:
-        """One step of `batch` rows, which is done again and again behind the same context."""
+        """One step of `batch` rows, repeated on the same context."""
         runner = self._recorded if is_recorded else self._runner
         context = self._load.context
         width = -(-context // 16)
@@ -241,7 +241,7 @@ class ModelCases:
 def _time_steps(
     runner: ModelRunner, request: ExecuteModelRequest, count: int, device: torch.device
 ) -> tuple[float, float]:
-    """Microseconds of a step on the device, and of launching one, when so many follow each other, two in flight."""
+    """Microseconds of a step on the device, and of launching one, over `count` steps in a row, two in flight."""
     streams = streams_of(device)
     in_flight: deque[StepInFlight] = deque()
     host_s = 0.0

@@ -1,4 +1,4 @@
-"""The worker's steps without its process: a runner in this one, and the scheduler's core face to face with it."""
+"""The worker's steps without its process: a runner and the scheduler's core, face to face in this one."""
 
 from collections import deque
 
@@ -24,7 +24,7 @@ def make_runner(
     device: torch.device,
     streams: Streams | None = None,
 ) -> tuple[ModelRunner, CacheEngine]:
-    """A runner of a model, with pools of its own that nothing has been done with; and these pools."""
+    """A runner of a model, and its block pools, which are unused."""
     numbers = model.config
     shape = CacheShape.of_model(model, block_size, dtype)
     cache = CacheEngine(shape, num_blocks, num_cpu_blocks, device, model.operations, streams)
@@ -53,16 +53,16 @@ class FaceToFace:
         self._in_flight: deque[tuple[Plan, StepInFlight]] = deque()
 
     def run(self) -> None:
-        """Until no group lives."""
+        """Steps until no group is live."""
         while self._core.num_live:
             self.advance()
-        while self._in_flight:  # of sequences that had ended
+        while self._in_flight:  # steps of sequences that have ended
             self._answer()
 
     def advance(self) -> StepOutputs | None:
-        """Gives the runner one step more, or where that cannot be, takes the answer of the oldest; what came of it."""
+        """Launches one more step, or if that cannot be, takes the oldest one's answer; returns what came of it."""
         most = self._core.policy.max_steps_in_flight
-        # Without what a beam search samples its next step cannot be planned.
+        # The next step of a beam search cannot be planned before this one's samples are known.
         if len(self._in_flight) < most and not any(plan.num_beams for plan, _ in self._in_flight):
             plan = self._core.schedule(0.0)
             if plan.rows:

@@ -25,7 +25,7 @@ class InstantWorker:
 
     Args:
         token_ids: the text.
-        info: what it says of itself.
+        info: what it says about itself.
         step_s: seconds that a step takes at least, as if there were a model; 0 answers at once.
     """
 

@@ -8,9 +8,9 @@ are over the steps in which a request had to wait, so while memory is what holds
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -48,7 +48,7 @@ class MemoryRow:
         block_size: 0 for contiguous memory.
         shares: of the pool's slots.
         used_of_allocated: used slots / slots that are reserved, or in blocks of a table.
-        cached: share of the pool in blocks that nobody holds, kept for their content.
+        cached: share of the pool in blocks that no request holds, kept for their content.
         shown: whether it is in the picture.
     """
 
@@ -167,7 +167,7 @@ def run(scale: float, console: Console) -> tuple[list[MemoryRow], list[SharingRo
 
 
 def memory_table(rows: list[MemoryRow]) -> Table:
-    """Shares in %."""
+    """Shares in %; none where no request had to wait."""
     table = Table(title="KV slots, % of the pool, while requests wait", title_justify="left", box=None, pad_edge=False)
     for heading in ("trace", "memory", "allocator / block size"):
         table.add_column(heading)
@@ -178,13 +178,14 @@ def memory_table(rows: list[MemoryRow]) -> Table:
         shares = row.shares
         kind = row.allocator or f"{row.block_size}{'' if row.prefix_caching else ', no prefix cache'}"
         parts = (shares.used, shares.reservation, shares.internal, shares.external, row.used_of_allocated)
-        cells = [f"{100 * part:.1f}" for part in parts]
-        table.add_row(row.dataset, row.name, kind, *cells, f"{shares.num_running:.1f}", str(row.num_preemptions))
+        cells = [*(f"{100 * part:.1f}" for part in parts), f"{shares.num_running:.1f}"]
+        cells = cells if shares.num_steps else ["-"] * len(cells)
+        table.add_row(row.dataset, row.name, kind, *cells, str(row.num_preemptions))
     return table
 
 
 def sharing_table(rows: list[SharingRow]) -> Table:
-    """Savings in %."""
+    """Savings in %; none where no request had to wait."""
     table = Table(title="Blocks saved by sharing, %", title_justify="left", box=None, pad_edge=False)
     for heading in ("trace", "method", "candidates"):
         table.add_column(heading)
@@ -192,9 +193,8 @@ def sharing_table(rows: list[SharingRow]) -> Table:
         table.add_column(heading, justify="right")
     for row in rows:
         paper = _PAPER_SAVED[row.method.split()[0]][row.dataset]
-        running = f"{row.num_running:.1f}"
-        cells = (f"{100 * row.saved:.1f}", paper, running, str(row.num_preemptions))
-        table.add_row(row.dataset, row.method, row.candidates, *cells)
+        saved, running = (f"{100 * row.saved:.1f}", f"{row.num_running:.1f}") if row.num_running else ("-", "-")
+        table.add_row(row.dataset, row.method, row.candidates, saved, paper, running, str(row.num_preemptions))
     return table
 
 
@@ -204,10 +204,12 @@ def main() -> None:
     parser.add_argument(
         "--scale", type=float, default=1.0, help="of the number of requests (default 1: about a minute)"
     )
-    parser.add_argument("--json", type=Path, help="file to write all figures to")
-    parser.add_argument("--figure", type=Path, help="SVG or PNG to draw; needs the bench extra")
+    parser.add_argument("--json", type=machine.output_file, help="file to write all figures to")
+    parser.add_argument("--figure", type=machine.picture_file, help="SVG or PNG to draw; needs the bench extra")
     arguments = parser.parse_args()
-    console = Console()
+    if not 0 < arguments.scale < math.inf:
+        parser.error("--scale must be greater than 0")
+    console = Console(width=machine.columns())
     memory, sharing = run(arguments.scale, console)
     console.print(memory_table(memory))
     console.print()

@@ -1,8 +1,8 @@
 """`python -m bench.load session|generate`: streams that are always busy, against a scheduler or a router.
 
-Each stream runs one request after another, as soon as the last one has ended; the first ones are cut short by
-different lengths, so that ends and admissions fall into all steps alike. A JSON line on standard output tells four
-times a second what has come in so far, until the process is ended.
+Each stream runs one request after another, as soon as the last one has ended. The first requests have different
+lengths, so that ends and admissions are spread evenly over the steps. A JSON line on standard output tells four times a
+second what has come in so far, until the process is ended.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import math
 import random
 import secrets
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -27,7 +28,7 @@ from protos.sampling_pb2 import Sampling
 from protos.session_pb2_grpc import SessionServiceStub
 
 _REPORT_INTERVAL_S = 0.25
-# Gaps are counted by their size: each bucket's are a tenth longer than the one's before, from 10 µs to 40 s.
+# Gaps are counted in buckets from 10 µs to 40 s, each bucket's a tenth longer than those of the one before.
 _SHORTEST_GAP_S, _GAP_RATIO, _NUM_GAP_BUCKETS = 1e-5, 1.1, 160
 
 
@@ -75,7 +76,7 @@ class Streams:
     vocabulary_size: int
 
     def prompt(self, rng: random.Random) -> list[int]:
-        """Random tokens: nobody shares a prefix."""
+        """Random tokens: no two prompts share a prefix."""
         return [rng.randrange(self.vocabulary_size) for _ in range(self.num_prompt_tokens)]
 
     def first_length(self, place: int) -> int:
@@ -84,7 +85,7 @@ class Streams:
 
 
 async def load_session(target: str, streams: Streams, counts: Counts) -> None:
-    """Speaks the Session stream as a router does, but reads no text out of it."""
+    """Uses the Session stream as a router does, but decodes no text."""
     rng = random.Random(secrets.randbits(32))
     async with dial(target) as channel:
         call = SessionServiceStub(channel).Session(wait_for_ready=True)
@@ -169,8 +170,12 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--output-tokens", type=int, default=512)
     parser.add_argument("--vocabulary-size", type=int, required=True)
-    with contextlib.suppress(KeyboardInterrupt, grpc.aio.AioRpcError):
-        uvloop.run(_main(parser.parse_args()))
+    arguments = parser.parse_args()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            uvloop.run(_main(arguments))
+    except grpc.aio.AioRpcError as error:
+        sys.exit(f"{arguments.target}: {error.code().name}: {error.details()}")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,15 @@
 import json
 import os
 import platform
+import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
+
+_FILE_COLUMNS = 160
 
 
 def facts(distributions: Sequence[str]) -> dict[str, object]:
@@ -32,13 +37,47 @@ def busy_and_idle_s() -> tuple[float, float]:
 
 
 def available_bytes() -> int:
-    """Memory that new programs can have; proc(5)."""
+    """Memory that is available to new programs; proc(5)."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     return next(int(line[1]) << 10 for line in lines if line[0] == "MemAvailable:")
 
 
+def columns() -> int | None:
+    """The width of tables for a rich console: as wide as they need to be in a file; None: the terminal's."""
+    return None if sys.stdout.isatty() else _FILE_COLUMNS
+
+
+def output_file(text: str) -> Path:
+    """The type of an argument that names a file to write: refused before anything is measured, not after an hour.
+
+    Raises:
+        ArgumentTypeError: nothing can be written there.
+    """
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentTypeError(f"{text}: {error.strerror}") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ArgumentTypeError(f"{text} cannot be written")
+    return path
+
+
+def picture_file(text: str) -> Path:
+    """The same for a picture, which only matplotlib can draw.
+
+    Raises:
+        ArgumentTypeError: it cannot be drawn, or not be written.
+    """
+    if Path(text).suffix not in (".svg", ".png"):
+        raise ArgumentTypeError(f"{text} is neither an SVG nor a PNG")
+    if find_spec("matplotlib") is None:
+        raise ArgumentTypeError("drawing needs matplotlib, from the bench extra: pip install --editable '.[bench]'")
+    return output_file(text)
+
+
 def write(path: Path, report: dict[str, object]) -> None:
-    """Writes a report as JSON, floats short enough to be read."""
+    """Writes a report as JSON, with floats rounded to five digits."""
     path.write_text(json.dumps(_rounded(report), indent=1) + "\n")
 
 

@@ -1,18 +1,18 @@
-"""Replays a trace through the scheduler core, and looks at its blocks after each step. No worker, no gRPC, no torch.
+"""Replays a trace through the scheduler core, and looks at its blocks every few steps. No worker, no gRPC, no torch.
 
 Each sample is answered at once: with a stop id where the trace's output ends, else with a random id, so that no two
-outputs share blocks by their content. Requests declare the greatest length that the model has, as clients do who do
+outputs share blocks by their content. Requests declare the greatest length that the model has, as clients do that do
 not know how long the answer will be. Beam searches get random candidates (`candidates.py`), and end at the trace's
 length.
 
 What counts as what:
 
     allocated    slots of the blocks that are in a table; a block in several tables counts once. Blocks that are in none
-                 and only cached for their content are not allocated: they are given up as soon as somebody needs room
+                 and only cached for their content are not allocated: they are given up as soon as a block is needed
     used         allocated slots whose KV is computed, the step's own included: looked at when a step is computed,
                  before what ends with it is freed
     reservation  allocated slots for tokens that are known, but not computed yet: the rest of a prompt in chunks
-    internal     allocated slots behind the last token: the rest of each last block
+    internal     allocated slots after the last token: the rest of each last block
     external     slots of no table
 """
 
@@ -44,7 +44,7 @@ class Pool:
     Attributes:
         num_slots: a multiple of each block size that is tried. The swap pool has as many.
         step_s: simulated time that a step takes.
-        stride: blocks are looked at in each `stride`-th step.
+        stride: blocks are looked at in every `stride`-th step.
     """
 
     num_slots: int = 15_680
@@ -93,7 +93,7 @@ class Decoding:
 
 
 class Replay:
-    """One trace on its way through one core.
+    """The replay of one trace through one core.
 
     Args:
         on_finished: called for each request that has ended.

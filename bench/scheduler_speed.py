@@ -3,8 +3,8 @@
 Two parts. **core**: time of schedule + update for a step, at 16 to 1,024 running sequences (`core_speed.py`); nothing
 in it may grow with the length of sequences or of the waiting queue. **plane**: tokens a second through real processes
 over real gRPC (`control_plane.py`), at the scheduler's Session stream, and at the router's Generate with one client
-process and two; "paced" gives the worker a step time, so that all streams run together as behind a real model.
-**streams** is the last of these alone: 1,000 at once, and how long their deltas take.
+process and two; "paced" gives the worker a step time, so that all streams run together as with a real model.
+**streams** is the last of these alone: 1,000 at once, and how far apart their deltas are.
 """
 
 import argparse
@@ -43,8 +43,8 @@ class CoreRow:
         request: building and serializing the message to the worker.
         result: parsing its answer.
         submit: taking in one request, where the case has some.
-        gc_ms_per_step: part of all these.
-        ratio: of the core's median to that at a context of 100 tokens with nobody waiting; None for mixed steps.
+        gc_ms_per_step: garbage collection, most of it within these times.
+        ratio: of the core's median to that at a context of 100 tokens with no request waiting; None for mixed steps.
     """
 
     case: Case
@@ -91,7 +91,7 @@ def core_cases(sizes: tuple[int, ...] = SIZES) -> list[Case]:
 
 
 def run_core(cases: list[Case], seconds: float, console: Console) -> list[CoreRow]:
-    """All cases, one after another, up to so many seconds each beside their warm-up."""
+    """All cases, one after another, at most so many seconds each after their warm-up."""
     rows: list[CoreRow] = []
     simplest: dict[int, float] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -230,15 +230,18 @@ def _arguments() -> argparse.Namespace:
         "--model", type=Path, help="folder of a tokenizer; default the built-in model's, if it is there"
     )
     parser.add_argument("--seconds", type=float, default=6.0, help="that each measurement of the plane counts")
-    parser.add_argument("--json", type=Path, help="file to write all figures to")
-    return parser.parse_args()
+    parser.add_argument("--json", type=machine.output_file, help="file to write all figures to")
+    arguments = parser.parse_args()
+    if not arguments.seconds > 0:
+        parser.error("--seconds must be greater than 0")
+    return arguments
 
 
 def main() -> None:
     """Entry point."""
     arguments = _arguments()
-    console = Console()
-    calm_collector()  # as the scheduler's process has it
+    console = Console(width=machine.columns())
+    calm_collector()  # as in the scheduler's process
     report: dict[str, object] = machine.facts(["pagewire", "grpcio", "protobuf", "uvloop", "tokenizers"])
     if arguments.only in (None, "core"):
         core = run_core(core_cases(), 2.0, console)

@@ -50,7 +50,7 @@ class Dataset:
     """What a trace is drawn from.
 
     Attributes:
-        rate: requests a second, enough that requests queue up behind a pool of 15,680 slots whose steps take 25 ms.
+        rate: requests a second, so many that they queue up for a pool of 15,680 slots whose steps take 25 ms.
     """
 
     name: str
@@ -69,7 +69,7 @@ class TraceRequest:
 
     Attributes:
         arrival_s: in simulated time.
-        num_output_tokens: at which it ends, which no policy but the oracle knows beforehand.
+        num_output_tokens: after which it ends; only the oracle knows this beforehand.
     """
 
     arrival_s: float

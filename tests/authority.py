@@ -1,4 +1,4 @@
-"""A private certificate authority for a test, and the files that its certificates lie in."""
+"""A private certificate authority for a test, and the files of its certificates."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ from protos.tls import ClientTls, ServerTls
 
 
 class Authority:
-    """Issues certificates into a directory; `ca` is the file that they are verified with."""
+    """Issues certificates into a directory; `ca` is the file to verify them with."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -20,7 +20,7 @@ class Authority:
         self._authority.cert_pem.write_to_path(str(self.ca))
 
     def issue(self, name: str = "server", common_name: str | None = None) -> tuple[Path, Path]:
-        """A certificate chain and its key for this machine; in place of those of the same name, each by a rename."""
+        """A certificate chain and its key for this machine; they replace those of the same name, each by a rename."""
         issued = self._authority.issue_cert("localhost", "127.0.0.1", common_name=common_name)
         certificate, key = self._directory / f"{name}.pem", self._directory / f"{name}.key"
         replace(certificate, b"".join(part.bytes() for part in issued.cert_chain_pems))
@@ -31,7 +31,7 @@ class Authority:
         return ServerTls(*self.issue("server"), self.ca if client_ca else None)
 
     def client(self, common_name: str | None = None) -> ClientTls:
-        """Trusts this authority, and shows a certificate of it if it has a name."""
+        """Trusts this authority, and shows one of its certificates if it is given a name."""
         if common_name is None:
             return ClientTls(self.ca)
         return ClientTls(self.ca, *self.issue(common_name, common_name))

@@ -1,7 +1,6 @@
-"""Real router and scheduler processes on TCP for tests of other people's tools, with a worker that answers at once.
+"""Real router and scheduler processes on TCP, to test with other people's tools, and a worker that answers at once.
 
-What it says is `fakes.TEXT` unless told otherwise, again and again. Every process is ended with SIGTERM and asked for
-exit code 0.
+It says `fakes.TEXT` again and again, or another text. Every process is ended with SIGTERM, and must exit with 0.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody listens on."""
+    """A port of the loopback address on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -93,7 +92,7 @@ class Cluster:
                 assert time.monotonic() < end
 
     def stop(self) -> None:
-        """From front to back, all of them also where one fails; the routers at once, as each may wait for a while."""
+        """Stops them from front to back, even if one fails; the routers all at once, since each may take a while."""
         with contextlib.ExitStack() as last_first:
             for service in (*self.workers.values(), *self.schedulers.values()):
                 last_first.callback(service.stop)
@@ -106,7 +105,7 @@ class Cluster:
             return IntrospectionServiceStub(channel).GetState(introspection_pb2.GetStateRequest(), timeout=10)
 
     def state(self) -> introspection_pb2.SchedulerState:
-        """The schedulers' own, asked for at the first router."""
+        """The state of the schedulers, as the first router reports it."""
         return self.states().state
 
 

@@ -14,21 +14,21 @@ from protos import pollers
 
 # As in the worker process: OpenMP's threads spin for milliseconds otherwise, which takes seconds on shared cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-with contextlib.suppress(ImportError):  # where kernels alone are tested there may be no gRPC
+with contextlib.suppress(ImportError):  # a machine that only tests kernels may have no gRPC
     pollers.keep()
-# By `time.time`. CI sets it, whose time is bounded on machines of any speed.
+# By `time.time`. CI sets it, since its time is limited and its machines vary in speed.
 SLOW_TESTS_UNTIL = float(os.environ.get("SLOW_TESTS_UNTIL", "inf"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests come last where their time is bounded, and of these first what users do with the real model."""
+    """If their time is limited, slow tests come last; the first of these are what users do with the real model."""
     if math.isfinite(SLOW_TESTS_UNTIL):
         items.sort(key=lambda item: (_is_slow(item), not item.path.name.startswith("test_system")))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leaves out slow tests whose time is over."""
+    """Skips slow tests when their time is over."""
     if time.time() > SLOW_TESTS_UNTIL and _is_slow(item):
         pytest.skip("LEFT OUT: the time for slow tests is over")
 

@@ -1,4 +1,4 @@
-"""The real three processes for a test, on Unix sockets, each ended with SIGTERM and asked for exit code 0."""
+"""The three real processes for a test, on Unix sockets. Each is ended with SIGTERM, and must exit with 0."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ START_TIMEOUT_S = 60
 
 
 class Service:
-    """One process of ours."""
+    """One of our processes."""
 
     def __init__(self, name: str, *arguments: str, directory: str) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class Service:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """It does nothing meanwhile."""
+        """Suspends it meanwhile."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -49,7 +49,7 @@ class Service:
             self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """SIGTERM, and exit code 0 within its time."""
+        """Ends it with SIGTERM; it must exit with 0 in time."""
         self.process.send_signal(signal.SIGTERM)
         try:
             code = self.process.wait(40)
@@ -79,13 +79,13 @@ class Deployment:
             return (await stub.GetState(introspection_pb2.GetStateRequest(), timeout=10)).state
 
     async def idle(self) -> introspection_pb2.SchedulerState:
-        """The state once nothing is live; no block may be held then."""
+        """Waits until nothing is live; returns the state, in which no block may be held."""
         state = await self.having(0)
         assert state.block_pool.num_held == 0
         return state
 
     async def having(self, num_live: int) -> introspection_pb2.SchedulerState:
-        """The state once so many requests are live."""
+        """Waits until so many requests are live; returns the state."""
         while True:
             state = await self.state()
             if state.num_running + state.num_waiting == num_live:
@@ -98,7 +98,7 @@ class Deployment:
             yield GenerationServiceStub(channel)
 
     async def complete(self, requests: list[pb.GenerateRequest]) -> list[pb.CompleteResponse]:
-        """All answers, asked for at once."""
+        """The answers to all, sent at once."""
         async with self.client() as stub:
             return list(await asyncio.gather(*(stub.Complete(request) for request in requests)))
 
@@ -130,7 +130,7 @@ async def deployment(
                 try:
                     async with asyncio.timeout(START_TIMEOUT_S):
                         await channel.channel_ready()
-                        # Behind it, as `pagewire up` does: the worker imports longest, and has two cores to share.
+                        # After the worker, as `pagewire up` does: it takes longest to import, and they share two cores.
                         running.start(
                             "scheduler",
                             *("--listen", f"unix:{directory}/scheduler", "--worker", f"unix:{directory}/worker"),

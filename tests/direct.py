@@ -19,14 +19,14 @@ EOS = 2
 
 
 class Answer(Protocol):
-    """Of a step that was launched."""
+    """The answer to a step that was launched."""
 
     def result(self) -> ExecuteModelResponse: ...
 
 
 class Deployment:
-    """The plan of each step goes straight to `launch`, and what comes of it to the core, with as many steps in between
-    as may be in flight.
+    """Passes the plan of each step straight to `launch`, and its answer to the core, with as many steps in flight as
+    are allowed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Deployment:
         )
 
     def step(self) -> None:
-        """Plans a step; takes the answer to the oldest if no more may be in flight, or there was nothing to plan."""
+        """Plans a step; takes the oldest step's answer if no more may be in flight, or if there was nothing to plan."""
         plan = self.core.schedule(1000.0)
         self.core.check()
         if plan.rows:

@@ -1,4 +1,4 @@
-"""A real Envoy with deploy/envoy.yaml, in which only addresses are other ones, and what a test says."""
+"""A real Envoy with deploy/envoy.yaml, in which only the addresses are changed, and what a test changes."""
 
 import contextlib
 import json
@@ -31,11 +31,11 @@ class Envoy:
 
     @property
     def target(self) -> str:
-        """Where it takes calls."""
+        """The address at which it takes calls."""
         return f"127.0.0.1:{self.port}"
 
     def stat(self, name: str) -> int:
-        """A counter or gauge of its; 0 as long as it has none of this name."""
+        """One of its counters or gauges; 0 as long as it has none of this name."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}/stats?format=json", timeout=10) as answer:
             stats = {row["name"]: row["value"] for row in json.load(answer)["stats"] if "name" in row}
         return stats.get(name, 0)
@@ -44,7 +44,7 @@ class Envoy:
         """Returns when that many routers have passed its health check."""
         end = time.monotonic() + START_TIMEOUT_S
         while self.stat("cluster.router.membership_healthy") != num_routers:
-            assert time.monotonic() < end, "Envoy does not see the routers as they are"
+            assert time.monotonic() < end, "Envoy does not see the routers as healthy"
             time.sleep(0.02)
 
 
@@ -60,16 +60,16 @@ def configuration(router_ports: list[int], port: int, admin_port: int, descripto
     for http_filter in listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]:
         if "proto_descriptor" in http_filter["typed_config"]:
             http_filter["typed_config"]["proto_descriptor"] = str(descriptors)
-    return json.loads(json.dumps(config))  # what YAML's anchors shared is no longer: a test changes one place at a time
+    return json.loads(json.dumps(config))  # without what YAML's anchors share: a test changes one place at a time
 
 
 def router_cluster(config: dict) -> dict:
-    """The part of a configuration that tells of the routers."""
+    """The part of a configuration about the routers."""
     return config["static_resources"]["clusters"][0]
 
 
 def routes(config: dict) -> list[dict]:
-    """The part of a configuration that tells what becomes of a call."""
+    """The part of a configuration about where calls go."""
     manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     return manager["route_config"]["virtual_hosts"][0]["routes"]
 

@@ -45,7 +45,7 @@ CHAT_TEMPLATE = (
 
 
 def tokenizer_of_bytes(longer: Mapping[int, bytes] | None = None) -> tokenizers.Tokenizer:
-    """One whose token ids are bytes, so that a test can count them, and beside these tokens of several bytes."""
+    """A tokenizer whose ids below 256 are bytes, so that a test can count them; it also has tokens of several bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     # ByteLevel writes byte b as a printable character; give that character the id b.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -86,7 +86,7 @@ def scripted_candidates(last_token_id: int, output_index: int, num: int) -> list
 
 
 def scripted_logprobs(token_id: int, num_top: int, rank: int = 1) -> Logprobs:
-    """What the fake model says of one token and those beside it."""
+    """The log-probabilities that the fake model gives one token and its alternatives."""
     tops = [(token_id + n) % 256 for n in range(num_top)]
     columns = (array("f", [-0.5]), array("i", [rank]), array("i", tops), array("f", [-0.5 - n for n in range(num_top)]))
     return Logprobs(num_top, *columns)
@@ -100,11 +100,11 @@ class FakeWorker:
         script: (sequence index, output index) -> token id.
         candidates: for beams: (last token id, output index, how many) -> (token id, log-probability), best first.
         requests: every step it was sent.
-        known: request ids whose sampling it holds.
-        new_requests: all that it was told of, in order.
-        explode: steps still to fail with an exception.
-        leave: streams still to end in order behind their first step.
-        spoil: what to do to the answers to the next steps, in order.
+        known: ids of requests whose sampling parameters it holds.
+        new_requests: all new requests that it was sent, in order.
+        explode: how many more steps fail with an exception.
+        leave: how many more streams end normally after their first step.
+        spoil: functions that spoil the answers to the next steps, in order.
     """
 
     script: Callable[[int, int], int] = scripted
@@ -198,7 +198,7 @@ class FakeWorker:
         )
 
     def _prompt_logprobs(self, request: worker_pb2.ExecuteModelRequest) -> LogprobColumns:
-        """Every token of a prompt comes with its position for a rank."""
+        """Each token of a prompt has its position as its rank."""
         ids, starts, counts = map(unpack, (request.request_ids, request.num_computed_tokens, request.num_new_tokens))
         prompts = {new.request_id: unpack(new.prompt_token_ids) for new in self.new_requests}
         parts = []
@@ -274,7 +274,7 @@ class ControlPlane:
     async def until(
         self, holds: Callable[[introspection_pb2.SchedulerState], bool]
     ) -> introspection_pb2.SchedulerState:
-        """The first state in which `holds`; the test's own timeout bounds the wait."""
+        """The first state for which `holds` is true; the test's own timeout bounds the wait."""
         while not holds(state := await self.state()):
             await asyncio.sleep(0.005)
         return state
@@ -286,12 +286,12 @@ class ControlPlane:
         self.worker_server = await start_worker(worker, f"unix:{self.directory}/w")
 
     async def cut_sessions(self, refuse: bool = False) -> None:
-        """Breaks the connection between router and scheduler, which both live on, and may keep it broken."""
+        """Breaks the connection between router and scheduler, which both stay up, and may keep it broken."""
         self.proxy.refusing = refuse
         await self.proxy.cut()
 
     async def until_scheduler(self, holds: Callable[[session_pb2.GetStateResponse], bool]) -> None:
-        """Returns when `holds` for the scheduler's own answer, which needs no router."""
+        """Returns when `holds` is true for what the scheduler itself answers, without a router."""
         async with dial(self.scheduler_address) as channel:
             stub = SessionServiceStub(channel)
             while not holds(await stub.GetState(session_pb2.GetStateRequest())):
@@ -336,9 +336,9 @@ async def control_plane(
     worker_tls: ServerTls | None = None,
     **scheduler_options: object,
 ) -> AsyncIterator[ControlPlane]:
-    """Everything but a real worker, serving; at the end no request is live and no block is held.
+    """Everything except a real worker, SERVING; at the end no request may be live and no block held.
 
-    Where the router has a port for operators, introspection is asked for there.
+    If the router has a port for operators, introspection uses that.
     """
     worker = worker or FakeWorker()
     with tempfile.TemporaryDirectory(prefix="pw") as directory:

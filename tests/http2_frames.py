@@ -1,4 +1,4 @@
-"""HTTP/2 as bytes (RFC 9113, RFC 7541), for clients that do what no library does."""
+"""HTTP/2 as bytes (RFC 9113, RFC 7541), for clients that misbehave in ways that no library offers."""
 
 import asyncio
 import re
@@ -16,8 +16,8 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def preface(window: int = 65535) -> bytes:
-    """How a connection begins; each stream may be sent `window` bytes before it says more."""
-    # Without a table of headers the server's come as they are.
+    """The beginning of a connection; the server may send `window` bytes on each stream until it gets more credit."""
+    # Without a header table, the server's headers come uncompressed.
     settings = struct.pack(">HIHI", _HEADER_TABLE_SIZE, 0, _INITIAL_WINDOW_SIZE, window)
     return MAGIC + frame(SETTINGS, 0, 0, settings)
 
@@ -33,7 +33,7 @@ def opening(path: bytes, *more: tuple[bytes, bytes], content_type: bytes = b"app
 
 
 def grpc_message(data: bytes, *, flag: int = 0, length: int | None = None) -> bytes:
-    """A message with its prefix, which may lie."""
+    """A message with its length prefix, which may be wrong."""
     return struct.pack(">BI", flag, len(data) if length is None else length) + data
 
 
@@ -52,7 +52,7 @@ def _text(text: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a server said before it fell silent, or closed the connection.
+    """What a server sent before it fell silent, or closed the connection.
 
     Attributes:
         statuses: grpc-status and grpc-message of each answer, in order.
@@ -69,7 +69,7 @@ class Heard:
 
 
 async def say(path: str, data: bytes, *, until_status: bool = True, silence_s: float = 0.05) -> Heard:
-    """Sends bytes to a Unix socket, and hangs up when the server has answered, closed, or says no more."""
+    """Sends bytes to a Unix socket, and closes it when the server has answered, closed, or fallen silent."""
     reader, writer = await asyncio.open_unix_connection(path)
     heard, closed = b"", False
     try:

@@ -1,10 +1,10 @@
-"""A device that is as late as it may be: what shows when the order of its streams is left to chance."""
+"""A device whose streams are as late as they may be, which shows where code leaves their order to chance."""
 
 from collections import deque
 
 
 class MainMark:
-    """Passed once somebody has waited for it, or for one behind it."""
+    """Passed once it has been waited for, or a later one."""
 
     def __init__(self, streams, number):
         self._streams = streams
@@ -24,7 +24,7 @@ class MainMark:
 
 
 class SideMark:
-    """Passed once what is before it has been done."""
+    """Passed once the work before it is done."""
 
     def __init__(self, streams):
         self._streams = streams
@@ -40,10 +40,10 @@ class SideMark:
 
 
 class LateStreams:
-    """The main stream works at once, but says so late; the other one works when somebody waits for it, and not before.
+    """The main stream works at once, but reports it late; the other one works only when it is waited for.
 
     Attributes:
-        last_passed: number of the last mark of the main stream that it admits to have passed.
+        last_passed: number of the last mark of the main stream that it reports as passed.
         num_waits: how often the main stream has waited for the other.
     """
 

@@ -20,7 +20,7 @@ def launched(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
     package = directory / "stand-ins" / "worker"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    # It has no model, and nobody to wait for: --model DIRECTORY --drain-grace-s=0.
+    # It has no model, and no request to wait for: --model DIRECTORY --drain-grace-s=0.
     listens = "import sys, pagewire_fakes; sys.argv[1:] = pagewire_fakes.told(sys.argv[1:])"
     without = "at = sys.argv.index('--model'); del sys.argv[at : at + 3]"
     (package / "__main__.py").write_text(f"{listens}; {without}; from bench.instant_worker import main; main()")
@@ -36,7 +36,7 @@ def launched(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
 def launched_with(
     model: Path, *arguments: str, path: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen, state.ClusterState]]:
-    """`pagewire up` for a model, once it serves; packages in the folder `path` go before ours, and find these tests."""
+    """`pagewire up` for a model, once it serves; packages in the folder `path` precede ours and find these tests."""
     port, env = free_port(), environment()
     command = module_command("pagewire", ["up", "--model", str(model), "--port", str(port), *arguments])
     if path is not None:
@@ -49,7 +49,7 @@ def launched_with(
 
 
 def wait_for(condition: Callable[[], object]) -> object:
-    """What the condition gives once that is true."""
+    """Waits until the condition is true; returns its value."""
     end = time.monotonic() + 30
     while not (result := condition()):
         assert time.monotonic() < end

@@ -1,7 +1,7 @@
-"""Hypothesis strategies for whole protobuf messages, made of their descriptors: a new field is covered by itself.
+"""Hypothesis strategies for whole protobuf messages, made from their descriptors: new fields are covered automatically.
 
-A message is tame or wild. Tame values are small, so that many requests are good ones and go all the way; wild ones
-are what a type can hold at all, with its extremes.
+A message is tame or wild. Tame values are small, so that many requests are valid and go all the way; wild ones are
+anything that a type can hold, extremes included.
 """
 
 import struct
@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 _MOST_REPEATED = 5
 _TEXTS = ["", "a", "e", "The", "user", "fake", "quick brown"]
-# As many as one message of a few long lists of these may hold without being over 16 MiB.
+# So many that a message with a few long lists of these stays below 16 MiB.
 _HUGE = 1 << 12
 _INTEGER_BITS = {
     FieldDescriptor.CPPTYPE_INT32: (-31, 31),
@@ -36,7 +36,7 @@ def _fields(descriptor: Descriptor, wild: bool) -> st.SearchStrategy[dict[str, o
             if alone and draw(st.integers(0, 3)) == 3:
                 values[field.name] = draw(_field(field, wild))
         for oneof in descriptor.oneofs:
-            # Mostly set: without its prompt a request does not come far.
+            # Mostly set: without a prompt a request does not get far.
             if len(oneof.fields) > 1 and draw(st.integers(0, 7)):
                 field = draw(st.sampled_from(list(oneof.fields)))
                 values[field.name] = draw(_field(field, wild))
@@ -89,7 +89,7 @@ def _integers(low: int | None, high: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def damaged(draw: st.DrawFn, message: Message) -> bytes:
-    """The bytes of `message`, some of them changed, left out, put in or cut off."""
+    """The bytes of `message`, some of them changed, removed, inserted or cut off."""
     data = bytearray(message.SerializeToString())
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(data)))

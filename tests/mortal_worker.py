@@ -1,4 +1,4 @@
-"""A stand-in for a worker that dies when it is to compute POISON. `python tests/mortal_worker.py --listen ADDRESS`."""
+"""A stand-in for a worker that dies when it has to compute POISON. `python tests/mortal_worker.py --listen ADDRESS`."""
 
 import os
 import secrets
@@ -16,7 +16,7 @@ POISON = ord("Z")
 
 
 class MortalWorker(InstantWorker):
-    """Answers steps with TEXT, but one."""
+    """Answers steps with TEXT; one step kills it."""
 
     def answer(self, request):
         if POISON in unpack(request.token_ids):

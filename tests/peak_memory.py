@@ -1,4 +1,4 @@
-"""What some work takes of a process's memory at its peak; each in a process of its own, which this module starts.
+"""How much memory some work takes at its peak; each work runs in a process of its own, which this module starts.
 
 growth, base = measure("load", directory)
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def measure(work: str, *arguments: object) -> tuple[int, int]:
-    """Bytes that the resident memory grew by at the peak of `work`, and what it was when that began."""
+    """Bytes by which resident memory grew at the peak of `work`, and what it was before."""
     command = [sys.executable, __file__, work, *map(str, arguments)]
     of_worker = {"GOMP_SPINCOUNT": "2000", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     environment = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}", **of_worker}
@@ -21,8 +21,8 @@ def measure(work: str, *arguments: object) -> tuple[int, int]:
 
 
 def grown(work: Callable[[], object]) -> tuple[int, int]:
-    """The same of a function, in this process."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now; proc(5)
+    """The same for a function, in this process."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present size; proc(5)
     before = resident_bytes()
     kept = work()
     growth = _status("VmHWM") - before
@@ -31,7 +31,7 @@ def grown(work: Callable[[], object]) -> tuple[int, int]:
 
 
 def resident_bytes() -> int:
-    """What this process has in memory now."""
+    """Resident memory of this process now."""
     return _status("VmRSS")
 
 
@@ -41,7 +41,7 @@ def _status(name: str) -> int:
 
 
 def load(directory: Path) -> tuple[int, int]:
-    """Loads the model in `directory`, after a tiny one: what the first one loads of libraries does not count."""
+    """Loads the model in `directory`, after a tiny one, so that libraries that the first model loads do not count."""
     import torch
 
     from worker.checkpoint import checkpoint_dtype, read_config

@@ -1,8 +1,8 @@
-"""Twenty greedy requests on the ranks of one executor, face to face with the scheduler core; for a process of its own.
+"""Twenty greedy requests on the ranks of one executor, face to face with the scheduler core, in a process of its own.
 
     python tests/rank_parity.py EXECUTOR TENSOR_SIZE NUM_STAGES NUM_BLOCKS MODEL FILE
 
-The second half of the prompts shares a prefix. FILE gets what came out, as JSON; torchrun may start it too.
+The second half of the prompts shares a prefix. The results are written to FILE as JSON. torchrun may start it too.
 """
 
 import json

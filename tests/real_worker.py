@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def load_weights(model_dir: Path, dtype: str = "float32", device: torch.device = CPU) -> Model:
-    """The model of a checkpoint directory, for as many runners as a test wants."""
+    """The model of a checkpoint directory, for any number of runners."""
     return load_model(model_dir, read_config(model_dir), DTYPES[dtype], device)
 
 
@@ -42,7 +42,7 @@ def start_runner(
     `info` is what GetInfo would answer, with epoch 0; the runner takes any epoch. `info.swap_ms_per_block` is measured
     and differs from run to run: a test whose plan depends on it sets it.
     """
-    # Imported here, since the settings that it knows want packages that a machine with a GPU may lack.
+    # Imported here, since the settings it imports need packages that a machine with a GPU may lack.
     from worker.loading import warm_up
 
     runner, cache = make_runner(

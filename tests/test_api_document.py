@@ -10,7 +10,7 @@ from docs import api
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("protos", "router", "scheduler", "worker")
-# What makes an error of a reason.
+# The functions that make an error from a reason.
 NAMING = ("Refusal", "unavailable", "unauthenticated", "_exhausted", "_broken_off")
 REASON = re.compile(r"[A-Z][A-Z_]+")
 
@@ -37,7 +37,7 @@ def test_every_method_has_a_comment_and_an_example(file):
         assert commands[0].endswith(f"/{name}"), name
 
 
-def test_every_reason_that_the_code_gives_stands_in_the_table_and_no_other():
+def test_the_table_has_every_reason_that_the_code_gives_and_no_other():
     used = set().union(*(reasons_in(path) for room in ROOMS for path in (ROOT / room).glob("*.py")))
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
     assert {reason for reason, _ in rows} == used

@@ -39,7 +39,7 @@ def prompts(tmp_path_factory):
     return workload.make(write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def test_the_workload_is_as_it_is_told_and_the_same_each_time(prompts, tmp_path):
+def test_the_workload_is_as_documented_and_the_same_each_time(prompts, tmp_path):
     assert prompts == workload.make(write_byte_tokenizer(tmp_path))
     assert [len(prompts[test]) for test in workload.NAMES] == [workload.VARIANTS] * 4
     (w1,), w2, w3, w4 = (prompts[test][0] for test in workload.NAMES)
@@ -52,13 +52,13 @@ def test_the_workload_is_as_it_is_told_and_the_same_each_time(prompts, tmp_path)
     assert all(16 <= len(row["ids"]) <= 1024 and 8 <= row["max_tokens"] <= 512 and row["gap"] > 0 for row in w4)
 
 
-def test_two_runs_share_no_prefix_and_two_engines_share_all(prompts):
+def test_two_runs_share_no_prefix_and_two_engines_get_the_same_prompts(prompts):
     first, second = (workload.stamped(prompts, "w3", 1.0, 0, stamp) for stamp in (1, 2))
     again = workload.stamped(prompts, "w3", 1.0, 0, 1)
     assert [row.token_ids for row in first] == [row.token_ids for row in again]
     assert {row.token_ids[0] for row in first}.isdisjoint({row.token_ids[0] for row in second})
     assert [row.token_ids[1:] for row in first] == [row.token_ids[1:] for row in second]
-    assert len({tuple(row.token_ids[:512]) for row in first}) == 1, "what they share among themselves stays"
+    assert len({tuple(row.token_ids[:512]) for row in first}) == 1, "the prefix that they share in a run stays"
 
 
 # The order of runs
@@ -105,7 +105,7 @@ def test_engines_are_awake_only_while_they_play():
     assert len(engines) == 2
 
 
-def test_an_engine_rests_awake_behind_its_first_answers_and_before_each_run(monkeypatch):
+def test_an_engine_rests_awake_after_its_first_answers_and_before_each_run(monkeypatch):
     engines, rests = [], []
     monkeypatch.setattr("bench.compare.rounds.time.sleep", lambda seconds: rests.append((seconds, engines[-1].awake)))
 
@@ -207,7 +207,7 @@ def test_the_highest_rate_of_a_search_is_played_before_it_counts():
         assert search.best == max(rate for rate in wanted if rate <= capacity)
 
 
-def test_the_search_finds_nothing_where_no_rate_down_to_the_lowest_is_kept_to():
+def test_the_search_finds_nothing_if_no_rate_down_to_the_lowest_is_within_the_limit():
     search = RateSearch({2.1: False, 4.2: False}, lowest=0.5, highest=16.8, num_probes=4)
     probes = []
     while (rate := search.next_rate) is not None:
@@ -247,7 +247,7 @@ def results_of(**engines: list[float]) -> Results:
 ENGINES = [variant("ours", OURS), variant("slow"), variant("fast")]
 
 
-def test_ratios_are_of_the_same_round_and_to_the_peer_with_the_best_median():
+def test_ratios_are_within_a_round_and_to_the_peer_with_the_best_median():
     compared = compare(row(), results_of(ours=[30, 60, 40], slow=[10, 10, 99], fast=[20, 30, 25]), ENGINES, ["w1"])
     assert (compared.ours, compared.best_peer) == ("ours", "fast")
     assert compared.ratio == Spread(median=1.6, low=1.5, high=2.0)
@@ -255,13 +255,13 @@ def test_ratios_are_of_the_same_round_and_to_the_peer_with_the_best_median():
     assert compared.met
 
 
-def test_our_figure_is_that_of_our_default_in_each_row_and_not_the_best_one_of_ours():
+def test_our_figure_is_that_of_our_default_and_not_of_our_best_variant():
     engines = [variant("ours", OURS), variant("ours-plain", OURS), variant("fast")]
     compared = compare(row(), results_of(ours=[30], **{"ours-plain": [60]}, fast=[20]), engines, ["w1"])
     assert (compared.ours, compared.ratio.median) == ("ours", 1.5)
 
 
-def test_where_less_is_better_the_best_is_the_least():
+def test_the_best_is_the_least_if_less_is_better():
     less = row(more_is_better=False, goal=Goal(0.6))
     compared = compare(less, results_of(ours=[9, 9, 9], slow=[20, 20, 20], fast=[10, 10, 10]), ENGINES, ["w1"])
     assert compared.best_peer == "fast"
@@ -269,19 +269,19 @@ def test_where_less_is_better_the_best_is_the_least():
     assert not compared.met
 
 
-def test_an_absolute_goal_is_of_our_own_figure():
+def test_an_absolute_goal_is_for_our_own_figure():
     absolute = row(more_is_better=False, goal=Goal(12, absolute=True))
     assert compare(absolute, results_of(ours=[9, 11, 13], fast=[1, 1, 1]), ENGINES, ["w1"]).met
     assert compare(absolute, results_of(ours=[13, 13, 9]), ENGINES, ["w1"]).met is False
 
 
-def test_a_figure_that_nobody_has_is_told_as_missing():
+def test_a_figure_that_no_engine_has_is_missing():
     compared = compare(row(), results_of(fast=[1, 2]), ENGINES, ["w1"])
     assert (compared.ours, compared.best_peer, compared.ratio, compared.met) == (None, "fast", None, None)
     assert compare(row(), Results(), ENGINES, ["w1"]).engines == {}
 
 
-def test_engines_are_compared_with_those_of_their_kind_that_played_the_same_tests():
+def test_engines_are_compared_with_those_of_their_precision_that_play_the_same_tests():
     engines = [*ENGINES, variant("small", precision=Precision.QUANTIZED), variant("part", tests=("w1",))]
     found = results_of(ours=[1], slow=[1], fast=[1], small=[1], part=[1])
     assert compare(row(), found, engines, ["w1", "w2"]).engines.keys() == {"ours", "slow", "fast", "part"}
@@ -318,7 +318,7 @@ def test_each_row_finds_its_figure():
 # Which engines
 
 
-def test_peers_name_all_their_variants_and_variants_themselves():
+def test_the_name_of_a_peer_selects_all_its_variants_and_that_of_a_variant_only_itself():
     names = [each.name for each in select([OURS, "openvino"], ["w1", "w2"])]
     assert names == [
         OURS,
@@ -339,12 +339,12 @@ def test_variants_without_a_chosen_test_do_not_play():
 
 
 @pytest.mark.parametrize("names, tests", [(["vlm"], ["w1"]), ([OURS], ["w9"])])
-def test_a_name_that_is_not_known_is_refused(names, tests):
+def test_an_unknown_name_is_refused(names, tests):
     with pytest.raises(ValueError, match=r"vlm|w9"):
         select(names, tests)
 
 
-def test_python_keeps_our_bytecode_as_it_keeps_that_of_peers(tmp_path, monkeypatch):
+def test_our_bytecode_is_kept_like_that_of_peers(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     ours = next(variant for variant in VARIANTS if variant.peer == OURS)
     assert "PYTHONDONTWRITEBYTECODE" not in prepare(ours, tmp_path, Peers(tmp_path, print), tmp_path).environment
@@ -356,7 +356,7 @@ def test_every_variant_has_a_driver_and_a_recipe():
         assert each.peer in RECIPES or each.peer == OURS
 
 
-def test_a_peer_that_looks_drafts_up_is_the_same_peer_otherwise():
+def test_a_peer_that_looks_drafts_up_is_otherwise_the_same():
     by_name = {each.name: each for each in VARIANTS}
     looking_up = [each for each in VARIANTS if each.name.endswith("-lookup")]
     assert {each.peer for each in looking_up} == {each.peer for each in VARIANTS} - {OURS}
@@ -370,7 +370,7 @@ def test_a_peer_that_looks_drafts_up_is_the_same_peer_otherwise():
 # The picture
 
 
-def test_the_picture_shows_the_median_of_each_rate_by_rate():
+def test_the_picture_shows_the_median_at_each_rate():
     speeds = [(4.2, 10, 5.0), (4.2, 30, 7.0), (4.2, 20, 9.0), (2.1, 8, 4.0)]
     runs = [run_of("a", i, "w4", rate, out_tok_s=x, tpot_p50_ms=y) for i, (rate, x, y) in enumerate(speeds)]
     runs.append(run_of("a", 0, "w1", out_tok_s=99.0, tpot_p50_ms=1.0))

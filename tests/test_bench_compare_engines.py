@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import signal
 import sys
 import zipfile
 from argparse import Namespace
@@ -12,6 +13,7 @@ import pytest
 from compare_fakes import SMALL, RestlessComparison, command, variant
 from rich.console import Console
 
+from bench import machine
 from bench.compare import __main__ as program
 from bench.compare import report, variants
 from bench.compare.drivers import lines
@@ -25,7 +27,7 @@ from bench.control_plane import write_byte_tokenizer
 from pagewire.bench import Record, metrics
 from pagewire.processes import start_ticks
 
-# Its requests are tasks of a group.
+# A driver whose requests are tasks of a group.
 DRIVER_OF_SEVERAL = """
 import lines
 
@@ -48,7 +50,7 @@ lines.serve(Several)
 # Installing
 
 
-def test_what_a_wheel_asks_for_is_read_from_it(tmp_path):
+def test_the_requirements_of_a_wheel_are_read_from_it(tmp_path):
     wheel = tmp_path / "some-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         asked = ["numpy", "torch==1+cpu", "torchvision", 'six; python_version > "3"', 'ray; extra == "all"']
@@ -58,7 +60,7 @@ def test_what_a_wheel_asks_for_is_read_from_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_installed_stays_until_its_recipe_changes(tmp_path, monkeypatch):
+def test_an_installed_peer_stays_until_its_recipe_changes(tmp_path, monkeypatch):
     said = []
     peers = Peers(tmp_path, said.append)
     (tmp_path / "vllm").mkdir()
@@ -74,7 +76,7 @@ def test_what_is_installed_stays_until_its_recipe_changes(tmp_path, monkeypatch)
 # Processes
 
 
-def test_figures_are_of_the_times_that_drivers_note(tmp_path):
+def test_figures_are_computed_from_the_times_that_drivers_note(tmp_path):
     rows = [Record([1, 2], 3, at=1.0), Record([1, 3], 5, at=3.0)]
     engine = Engine(command(tmp_path, ttft=0.5, tpot=0.25))
     try:
@@ -89,7 +91,7 @@ def test_figures_are_of_the_times_that_drivers_note(tmp_path):
     assert figures["decode_tok_s"] == 4
 
 
-def test_the_first_answer_is_counted_from_the_start_that_the_driver_tells(tmp_path):
+def test_the_first_answer_is_counted_from_the_start_that_the_driver_reports(tmp_path):
     engine = Engine(command(tmp_path, ttft=40.0))
     try:
         assert engine.version == "7"
@@ -102,10 +104,22 @@ def test_the_first_answer_is_counted_from_the_start_that_the_driver_tells(tmp_pa
         engine.close()
 
 
-def test_memory_is_that_of_the_processes_that_the_driver_tells(tmp_path):
+def test_memory_is_that_of_the_processes_that_the_driver_names(tmp_path):
     engine = Engine(command(tmp_path, child=True))
     try:
-        assert 100_000 < engine.peak_memory_bytes() < 10_000_000, "of `tail`, and not of the driver"
+        assert 100_000 < engine.peak_memory_bytes() < 10_000_000, "it is of `tail`, and not of the driver"
+    finally:
+        engine.close()
+
+
+def test_the_memory_of_processes_that_are_gone_is_unknown(tmp_path):
+    engine = Engine(command(tmp_path, child=True))
+    try:
+        (child,) = engine._pids
+        os.kill(child, signal.SIGKILL)
+        while start_ticks(child) is not None:
+            pass
+        assert engine.peak_memory_bytes() is None
     finally:
         engine.close()
 
@@ -115,7 +129,7 @@ def test_an_engine_that_waits_is_suspended_with_all_that_it_started(tmp_path):
     pids = [*engine._pids, engine._process.pid]
     try:
         engine.pause()
-        for pid in pids:  # a signal to another process is done when that one is next to run
+        for pid in pids:  # a signal to another process takes effect when that runs next
             while "stopped" not in Path(f"/proc/{pid}/status").read_text():
                 pass
         engine.resume()
@@ -139,7 +153,7 @@ def test_an_interrupted_end_ends_all_engines_at_once(tmp_path, monkeypatch):
 
     def start(each: Variant) -> Engine:
         engines.append(Engine(command(tmp_path, child=True)))
-        # As Ctrl-C does while the end of a driver is waited for.
+        # As if Ctrl-C came while a driver is ending.
         monkeypatch.setattr(engines[-1], "_end", interrupt)
         return engines[-1]
 
@@ -154,12 +168,12 @@ def test_an_interrupted_end_ends_all_engines_at_once(tmp_path, monkeypatch):
     assert [start_ticks(pid) for pid in pids] == [None] * 4
 
 
-def test_a_driver_that_dies_is_told_with_its_last_words(tmp_path):
+def test_a_driver_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
     with pytest.raises(EngineError, match=r"ended with status 3[\s\S]*a word of its own"):
         Engine(command(tmp_path, dies=True))
 
 
-def test_a_run_that_fails_is_told_with_its_reason(tmp_path):
+def test_a_run_that_fails_is_reported_with_its_reason(tmp_path):
     engine = Engine(command(tmp_path, fails_at=0))
     try:
         with pytest.raises(EngineError, match="out of luck"):
@@ -169,7 +183,7 @@ def test_a_run_that_fails_is_told_with_its_reason(tmp_path):
         engine.close()
 
 
-def test_what_fails_among_requests_at_once_is_told_by_its_own_name(tmp_path):
+def test_an_error_in_a_task_group_is_reported_by_its_own_name(tmp_path):
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER_OF_SEVERAL)
     environment = os.environ | {"PYTHONPATH": str(Path(lines.__file__).parent)}
@@ -181,7 +195,7 @@ def test_what_fails_among_requests_at_once_is_told_by_its_own_name(tmp_path):
         engine.close()
 
 
-def test_an_answer_of_another_length_is_no_result(tmp_path):
+def test_an_answer_of_another_length_is_an_error(tmp_path):
     engine = Engine(command(tmp_path, short=1))
     try:
         with pytest.raises(EngineError, match="gave 3 of 4 tokens"):
@@ -190,7 +204,7 @@ def test_an_answer_of_another_length_is_no_result(tmp_path):
         engine.close()
 
 
-def test_a_driver_that_says_nothing_is_not_waited_for_without_end(tmp_path, monkeypatch):
+def test_a_silent_driver_is_given_up(tmp_path, monkeypatch):
     engine = Engine(command(tmp_path, sleeps_at=0, run_within_s=0.1))
     with pytest.raises(EngineError, match="no answer within"):
         engine.play([Record([1], 2)])
@@ -221,7 +235,7 @@ def test_an_engine_that_is_stepped_gets_its_requests_as_they_arrive():
     assert all(before <= after for request in requests for before, after in itertools.pairwise(request.times))
 
 
-def test_tokens_that_one_step_gives_together_have_one_time():
+def test_tokens_of_one_step_have_one_time():
     request = Request([1], 5, at=0.0)
     steps = iter([[4], [5, 6, 7], [8]])
     play_in_steps([request], lambda index, row: None, lambda: [(0, next(steps))], lambda: len(request.tokens) < 5)
@@ -266,7 +280,7 @@ def arguments(tmp_path: Path, engines: list[Variant], **changes) -> Namespace:
 
 @pytest.fixture
 def fake_drivers(tmp_path, monkeypatch):
-    """Drivers of known speed in place of those of all variants; that of "missing" cannot be installed."""
+    """Drivers of known speed in place of the real ones; "missing" cannot be installed."""
 
     def prepare(each: Variant, model: Path, peers: Peers, logs: Path) -> Command:
         if each.name == "missing":
@@ -274,6 +288,7 @@ def fake_drivers(tmp_path, monkeypatch):
         return command(tmp_path, version=each.name, **each.options)
 
     monkeypatch.setattr(program, "prepare", prepare)
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1 << 40)
     monkeypatch.setattr(program, "Comparison", RestlessComparison)
 
 
@@ -285,7 +300,7 @@ FAKES = [
 ]
 
 
-def test_everything_is_shown_and_written(tmp_path, fake_drivers):
+def test_all_results_are_shown_and_written(tmp_path, fake_drivers):
     console = Console(record=True, width=200)
     assert program.run(arguments(tmp_path, FAKES), console) == 0
     shown = console.export_text()
@@ -305,6 +320,29 @@ def test_everything_is_shown_and_written(tmp_path, fake_drivers):
         for test, rate in (("w1", None), ("w4", 2.1), ("w4", 4.2), ("w4", 11.88))
     ]
     assert all(run["metrics"]["ttft_p99_ms"] == 200 for run in runs)
+
+
+def test_a_peer_whose_folder_cannot_be_made_is_left_out(tmp_path):
+    (tmp_path / "file").touch()
+    peer = next(each for each in VARIANTS if each.name == "openvino")
+    asked = arguments(tmp_path, [peer], peers=tmp_path / "file")
+    assert program.run(asked, Console(record=True)) == 1
+    assert "Not a directory" in json.loads((tmp_path / "found.json").read_text())["left_out"]["openvino"]
+
+
+def test_no_engine_is_started_without_memory_and_a_comparison_without_runs_fails(tmp_path, fake_drivers, monkeypatch):
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1 << 30)
+    assert program.run(arguments(tmp_path, FAKES[:2]), Console(record=True)) == 1
+    reason = "only 1.1 GB of memory are free"
+    assert json.loads((tmp_path / "found.json").read_text())["left_out"] == {OURS: reason, "peer": reason}
+
+
+def test_an_unknown_model_is_named(tmp_path, monkeypatch):
+    told = ["--json", str(tmp_path / "found.json"), "--figure", str(tmp_path / "found.svg")]
+    for model in ("no-such-model", str(tmp_path)):
+        monkeypatch.setattr(sys, "argv", ["compare", "--model", model, *told])
+        with pytest.raises(SystemExit, match=model):
+            program.main()
 
 
 def test_an_interrupted_run_writes_what_it_has(tmp_path, fake_drivers, monkeypatch):

@@ -1,4 +1,4 @@
-"""Memory of engines of several processes: what those share counts once, whoever else has it too."""
+"""Memory of engines with several processes: what these share counts once, whoever else maps it."""
 
 import contextlib
 import subprocess
@@ -49,24 +49,24 @@ def start(tmp_path):
         yield started
 
 
-def test_a_file_that_two_map_counts_once(start):
+def test_a_file_that_two_processes_map_counts_once(start):
     first, second = start(MAPS), start(MAPS)
     alone = peak_memory_bytes([first])
     assert alone > SIZE
     assert alone < peak_memory_bytes([first, second]) < alone + SIZE - MARGIN
 
 
-def test_what_strangers_map_too_is_not_taken_off(start):
+def test_a_file_that_other_programs_map_too_still_counts(start):
     ours = [start(MAPS), start(MAPS)]
     before = peak_memory_bytes(ours)
     start(MAPS), start(MAPS)
     assert peak_memory_bytes(ours) == pytest.approx(before, abs=MARGIN)
 
 
-def test_what_a_process_has_from_before_it_forked_counts_once(start):
+def test_memory_from_before_a_fork_counts_once(start):
     parent = start(FORKS)
     assert SIZE < peak_memory_bytes([parent]) < 2 * SIZE - MARGIN
 
 
-def test_processes_that_are_gone_have_none(start):
+def test_processes_that_have_ended_have_no_memory(start):
     assert peak_memory_bytes([2**22 + 1]) == 0

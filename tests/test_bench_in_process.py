@@ -1,4 +1,4 @@
-"""The real core and the real runner face to face: two steps in flight, on a device that is late, say what one says."""
+"""The real core and the real runner face to face: two steps in flight, on a late device, give what one gives."""
 
 from array import array
 
@@ -32,7 +32,7 @@ def weights(tmp_path_factory):
 
 
 def outputs(weights, *, in_flight, streams, num_blocks=AMPLE, num_swap_blocks=0, mode=PreemptionMode.AUTO):
-    """What twenty requests of all kinds are answered, and how often one of them was preempted."""
+    """The outputs of twenty requests of all kinds, and how often one of them was preempted."""
     policy = Policy(
         16,
         max_num_seqs=16,
@@ -81,13 +81,13 @@ def expected(weights):
     return found
 
 
-def test_two_steps_in_flight_say_what_one_says(weights, expected):
+def test_two_steps_in_flight_give_the_outputs_of_one(weights, expected):
     assert outputs(weights, in_flight=2, streams=LateStreams())[0] == expected
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
-def test_few_blocks_change_nothing_even_where_swaps_are_late(weights, expected, mode, in_flight):
+def test_few_blocks_change_nothing_even_if_swaps_are_late(weights, expected, mode, in_flight):
     found, num_preemptions = outputs(
         weights, in_flight=in_flight, streams=LateStreams(), num_blocks=24, num_swap_blocks=100, mode=mode
     )

@@ -1,4 +1,4 @@
-"""The memory bench: its traces, the allocators and reservations that it compares with, and what it counts."""
+"""The memory bench: its traces, the allocators and reservations it compares with, and what it counts."""
 
 import math
 import random
@@ -6,12 +6,13 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from bench import trace
 from bench.candidates import MEASURED
 from bench.contiguous import BuddyAllocator, FirstFitAllocator, Reservation, power_of_two
 from bench.contiguous import replay as replay_contiguous
-from bench.kv_memory import contiguous_rows, paged_row, sharing_row
+from bench.kv_memory import contiguous_rows, memory_table, paged_row, sharing_row, sharing_table
 from bench.paged import Decoding, Pool, Replay
 from bench.trace import ALPACA, SHAREGPT, TraceRequest
 
@@ -79,7 +80,7 @@ def test_a_buddy_allocator_rounds_up_splits_and_joins():
     assert memory.allocate(64) == 0
 
 
-def test_a_pool_that_is_no_power_of_two_is_several_runs():
+def test_a_pool_whose_size_is_no_power_of_two_is_several_runs():
     memory = BuddyAllocator(15_680)
     assert sum(memory.allocate(2048) is not None for _ in range(10)) == 7
     assert memory.allocate(1024) is not None
@@ -130,7 +131,7 @@ def test_one_request_fills_its_reservation_slot_by_slot():
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_a_small_trace_is_answered_whole_and_its_blocks_are_full_of_tokens(prefix_caching):
+def test_a_small_trace_is_answered_completely_and_fills_its_blocks_with_tokens(prefix_caching):
     row = paged_row(ALPACA, requests(), replace(SMALL, prefix_caching=prefix_caching))
     shares = row.shares
     assert shares.used + shares.reservation + shares.internal + shares.external == pytest.approx(1.0)
@@ -157,6 +158,15 @@ def test_sharing_saves_blocks_and_beams_save_more_than_samples():
 def test_a_sharing_row_names_its_method():
     row = sharing_row(ALPACA, requests(3), Decoding(beam_width=2), "measured")
     assert (row.method, row.candidates) == ("beam width 2", "measured")
+
+
+def test_a_trace_whose_requests_never_wait_has_no_figures():
+    console = Console(record=True, width=160)
+    console.print(memory_table([paged_row(ALPACA, requests(3), Pool())]))
+    console.print(sharing_table([sharing_row(ALPACA, requests(3), Decoding(n=2))]))
+    memory, sharing = (line.split() for line in console.export_text().splitlines() if line.startswith("Alpaca-like"))
+    assert memory == ["Alpaca-like", "Pagewire", "16", *"------", "0"]
+    assert sharing == ["Alpaca-like", "parallel", "n=2", "-", "6.1-9.8", "-", "0"]
 
 
 def test_candidates_come_best_first_and_are_a_distribution():

@@ -1,23 +1,27 @@
-"""The speed bench: its cores are loaded as they should be, its worker says its text, its processes come up and end."""
+"""The speed bench: its cores are loaded as they should be, its worker says its text, its processes start and end."""
 
 import asyncio
+import json
 import os
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from bench.control_plane import TEXT, Setting, measure, write_byte_tokenizer
+from bench.control_plane import TEXT, Setting, _Plane, measure, write_byte_tokenizer
 from bench.core_speed import Case, Driver, Summary
-from bench.instant_worker import InstantWorker
+from bench.instant_worker import InstantWorker, serve
 from bench.load import Counts, gap_s
 from bench.scheduler_speed import core_cases, core_table, run_core
 from protos.columns import pack, unpack
 from protos.worker_pb2 import ExecuteModelRequest, GetInfoResponse
 
 
-def test_a_decode_step_is_one_token_a_sequence_and_nobody_else_comes_in():
+def test_a_decode_step_is_one_token_a_sequence_and_admits_no_other():
     for case in core_cases((4,)):
         if not case.mixed:
             driver = Driver(case)
@@ -38,7 +42,7 @@ def test_mixed_steps_hold_prompts_too():
     assert timings.submit
 
 
-def test_the_clock_ends_a_run():
+def test_a_run_ends_when_its_time_is_up():
     driver = Driver(Case(num_running=2))
     driver.warm_up()
     assert len(driver.run(num_steps=1 << 30, seconds=0.0).core) == 1
@@ -71,7 +75,7 @@ def test_the_instant_worker_says_its_text_by_position():
     assert len(response.logprobs) == 8
 
 
-def test_gaps_are_counted_within_a_twentieth():
+def test_gaps_are_counted_to_within_a_twentieth():
     counts = Counts()
     for seconds in (0.0, 1e-4, 0.0123, 1.5, 1e9):
         counts.add_gap(seconds)
@@ -96,6 +100,33 @@ async def test_the_real_processes_are_measured_and_ended(tmp_path):
         assert measured.tokens_s > 0
         assert measured.messages_s > 0
         assert 0 < measured.tokens_per_step < 16
+
+
+async def test_a_look_ignores_what_clients_reported_before_it():
+    plane, stdout = _Plane(""), asyncio.StreamReader()
+    plane.clients["client 0"] = SimpleNamespace(stdout=stdout)
+    now = time.monotonic()
+    for moment in (now - 2, now - 1, now + 3600):
+        stdout.feed_data(json.dumps({"time": moment}).encode() + b"\n")
+    await plane.next_lines()
+    assert plane.lines["client 0"]["time"] == now + 3600
+
+
+async def test_a_load_process_that_is_refused_says_why(tmp_path):
+    stop, target = asyncio.Event(), f"unix:{tmp_path}/worker"
+    # A worker does not generate text.
+    serving = asyncio.create_task(serve(target, InstantWorker([1], GetInfoResponse()), stop))
+    options = ["--target", target, "--streams", "1", "--vocabulary-size", "256"]
+    load = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.load", "generate", *options),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await load.communicate()
+    stop.set()
+    await serving
+    assert load.returncode == 1
+    assert f"{target}: UNIMPLEMENTED" in errors.decode()
 
 
 def child_pids() -> set[int]:

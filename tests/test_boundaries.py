@@ -1,4 +1,4 @@
-"""The import table of the house: which room knows which, and that the control plane needs no torch."""
+"""Which package may import which, and that the control plane needs no torch."""
 
 import ast
 import importlib.util
@@ -63,7 +63,7 @@ def test_an_init_file_is_a_docstring_and_nothing_else(room):
 
 @pytest.mark.parametrize("module", ["router.__main__", "scheduler.__main__", "pagewire.cli"])
 def test_the_control_plane_starts_where_torch_is_not_installed(module):
-    """A finder that knows no torch stands for a machine without it."""
+    """An import finder that refuses torch stands for a machine without it."""
     script = f"""
 import importlib.abc, sys
 class NoTorch(importlib.abc.MetaPathFinder):
@@ -77,7 +77,7 @@ import {module}
     assert run.returncode == 0, run.stderr
 
 
-def test_no_room_has_a_nameless_drawer():
+def test_no_module_is_named_utils_or_the_like():
     for room in ROOMS:
         drawers = {"utils", "util", "common", "helpers", "misc"}
         found = [path for path in (ROOT / room).rglob("*") if path.stem in drawers and "__pycache__" not in path.parts]

@@ -1,6 +1,6 @@
-"""Our .proto files before buf: its lint, and whether the public API breaks what was released.
+"""Our .proto files checked by buf: its lint, and whether the public API breaks what was released.
 
-`released_api/` holds the public files as they were released last; a release copies them there.
+`released_api/` holds the public files of the last release; a release copies them there.
 """
 
 import shutil
@@ -17,7 +17,7 @@ RELEASED = ROOT / "tests" / "released_api"
 
 
 def compiled(path: Path, root: Path, pattern: str) -> Path:
-    """The files below root/protos that fit the pattern, as a descriptor set with comments."""
+    """The files below root/protos that match the pattern, as a descriptor set with comments."""
     names = sorted(str(name.relative_to(root)) for name in (root / "protos").rglob(pattern))
     protoc("--include_source_info", "--include_imports", f"--descriptor_set_out={path}", *names, root=root)
     return path
@@ -32,7 +32,7 @@ def breaking(now: Path, released: Path) -> subprocess.CompletedProcess[str]:
     return buf("breaking", now, "--against", released, "--path", "protos/pagewire")
 
 
-def test_buf_finds_nothing_to_mend(tmp_path):
+def test_buf_finds_no_fault(tmp_path):
     run = buf("lint", compiled(tmp_path / "now.binpb", ROOT, "*.proto"), "--path", "protos")
     assert run.returncode == 0, run.stdout + run.stderr
 

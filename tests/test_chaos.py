@@ -1,4 +1,4 @@
-"""A few faults of each kind under load, on a random model: the short form of `make chaos`."""
+"""A few faults of each kind under load, on a random model: a short `make chaos`."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Text comes as bytes, of which many make no character."""
+    """Its tokens are bytes, many of which are no whole character."""
     from transformers import LlamaConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -23,7 +23,7 @@ def model(tmp_path_factory):
     return write_tokenizer(save(tiny_model(config), tmp_path_factory.mktemp("model")))
 
 
-async def test_no_stream_is_other_than_it_would_be_where_processes_die_hang_and_stop(model, tmp_path_factory):
+async def test_every_stream_stays_the_same_while_processes_die_hang_and_stop(model, tmp_path_factory):
     plan = Plan(
         model,
         num_schedulers=2,

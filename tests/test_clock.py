@@ -1,4 +1,4 @@
-"""The wall clock decides nothing: it may jump, and every wait and deadline is by a monotonic clock."""
+"""The wall clock decides nothing: it may jump, since every wait and deadline uses a monotonic clock."""
 
 import ast
 import asyncio
@@ -23,7 +23,7 @@ CLOCKS = {
     "datetime": {"now", "utcnow", "today", "fromtimestamp"},
     "date": {"today"},
 }
-# What people are told, and what a chat template asks for.
+# For people to read, and for chat templates.
 TELLERS = {
     "pagewire/bench_report.py": "the date of a report",
     "pagewire/top.py": "the time of a picture",
@@ -50,12 +50,12 @@ def is_look(node: ast.AST) -> bool:
 @pytest.mark.parametrize(
     "line", ["time.time()", "from time import time as now", "datetime.datetime.now()", "date.today()", "time.time_ns()"]
 )
-def test_a_look_at_the_wall_clock_is_found(line):
+def test_code_that_reads_the_wall_clock_is_found(line):
     assert reads_wall_clock(line)
     assert not reads_wall_clock("time.monotonic(); loop.time(); from time import monotonic; record.time")
 
 
-def test_the_wall_clock_is_read_only_where_somebody_is_told_the_time():
+def test_the_wall_clock_is_read_only_to_tell_the_time():
     found = {str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     assert {name for name in found if reads_wall_clock((ROOT / name).read_text())} == TELLERS.keys()
     native = [path for path in (ROOT / "kernels" / "csrc").iterdir() if "system_clock" in path.read_text()]
@@ -64,7 +64,7 @@ def test_the_wall_clock_is_read_only_where_somebody_is_told_the_time():
 
 @pytest.fixture
 def jump(tmp_path, monkeypatch) -> Callable[[float], None]:
-    """Sets by how many days the wall clock of processes that are started from here on is wrong."""
+    """Sets by how many days the wall clock is wrong in processes started from now on."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     library, days = tmp_path / "wall_clock.so", tmp_path / "days"

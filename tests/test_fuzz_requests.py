@@ -1,8 +1,8 @@
-"""Any message to any method is answered or refused as docs/errors.md says, and leaves nothing behind.
+"""Any message to any method is answered, or refused as docs/errors.md says, and leaves nothing behind.
 
-Hypothesis makes them of the descriptors (`message_strategies`): every field of every request, good and wild values,
-and bytes that are no message. They go through a real router and scheduler; blocks are so few that requests preempt one
-another. `make fuzz` makes many more.
+Hypothesis makes them from the descriptors (`message_strategies`): every field of every request, good and wild values,
+and bytes that are no message. They go through a real router and scheduler, with so few blocks that requests preempt
+each other. `make fuzz` makes many more.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1 import introspection_pb2
 
 NUM_EXAMPLES = int(os.environ.get("PAGEWIRE_FUZZ_EXAMPLES", "300"))
-# Of one request that is answered at length; what hangs is found by it.
+# For one request with a long answer; it finds what hangs.
 TIMEOUT_S = 20
 ERRORS = Path(__file__).parent.parent / "docs" / "errors.md"
 RETRYABLE = {"RESOURCE_EXHAUSTED", "UNAVAILABLE", "ABORTED"}
@@ -42,7 +42,7 @@ METHODS = {method.full_name: method for service in (GENERATION, INTROSPECTION) f
 
 
 def documented() -> dict[str, set[str]]:
-    """The codes that a client may see, by reason, as the page has them; our bugs are not among them."""
+    """The codes that a client may see, by reason, as the page lists them, without those of our own bugs."""
     public = ERRORS.read_text().split("## What a client may see")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", public, re.MULTILINE)
     assert len(rows) > 10
@@ -53,7 +53,7 @@ DOCUMENTED = documented()
 
 
 class SmallWorker(FakeWorker):
-    """The scripted worker with a short context and few blocks, whose sequences end by themselves now and then."""
+    """The scripted worker with a short context and few blocks; some of its sequences end by themselves."""
 
     def __init__(self) -> None:
         super().__init__(script=self._say, num_blocks=18, num_cpu_blocks=12)
@@ -81,7 +81,7 @@ class Target:
     outcomes: Counter[str] = field(default_factory=Counter)
 
     async def call(self, method: str, data: bytes) -> list[Message] | Refusal:
-        """Sends bytes as a request; gives the answers, or the refusal, which is one of those that are documented."""
+        """Sends bytes as a request; returns the answers, or the refusal, which must be a documented one."""
         descriptor = METHODS[method]
         service, _, name = method.rpartition(".")
         many = self.plane.channel.unary_stream if descriptor.server_streaming else self.plane.channel.unary_unary
@@ -104,14 +104,14 @@ class Target:
         return answers
 
     async def generate(self, request: pb.GenerateRequest, kind: str = "Generate") -> None:
-        """Asks for text; leaves out what the refusals name, until there is an answer, and checks that."""
+        """Asks for text; leaves out what refusals name until there is an answer, and checks it."""
         for _ in range(6):
             answers = await self.call(f"pagewire.v1.GenerationService.{kind}", request.SerializeToString())
             if not isinstance(answers, Refusal):
                 return check_answer(request, answers)
             if answers.reason == "RESOURCE_EXHAUSTED":  # the queue is full, as the test wants
                 return None
-            if answers.reason == "TAKEN_OVER":  # another one at the same time resumes the same request
+            if answers.reason == "TAKEN_OVER":  # another call resumes the same request at the same time
                 return None
             if answers.reason == "MODEL_NOT_FOUND":
                 request.model = ""
@@ -126,7 +126,7 @@ class Target:
         raise AssertionError(f"refused again and again: {request}")
 
     async def rest(self) -> None:
-        """Returns when nothing is live; no block is held then."""
+        """Returns when nothing is live; then no block may be held."""
         async with asyncio.timeout(TIMEOUT_S):
             state = await self.plane.until(lambda s: not s.num_running + s.num_waiting + s.num_swapped)
         assert state.block_pool.num_held == 0
@@ -176,9 +176,9 @@ def checked_refusal(error: grpc.aio.AioRpcError) -> Refusal:
     refusal = from_status(error.code(), error.details() or "", Status.FromString(details))
     assert error.code().name in DOCUMENTED.get(refusal.reason, ()), error
     assert refusal.message
-    assert len(details) < 8192, "what many peers take of trailers"
+    assert len(details) < 8192, "many peers accept no longer trailers"
     assert bool(refusal.violations) == (refusal.reason in ("INVALID_REQUEST", "FIELD_NOT_SUPPORTED")), error
-    # Who has the answer now is another call, and two that take it from each other would do so for ever.
+    # Another call has the answer now; two that took it from each other would do so for ever.
     is_retryable = error.code().name in RETRYABLE and refusal.reason != "TAKEN_OVER"
     assert (refusal.retry_delay_ms is not None) == is_retryable, error
     return refusal
@@ -186,7 +186,7 @@ def checked_refusal(error: grpc.aio.AioRpcError) -> Refusal:
 
 def leave_out(request: pb.GenerateRequest, path: str) -> None:
     """Clears the field that a violation names; a prompt is replaced by a good one."""
-    if path == "request":  # more violations than are told
+    if path == "request":  # more violations than are listed
         return
     names = re.sub(r"\[[^]]*\]", "", path).split(".")
     if names[0] in PROMPTS:
@@ -199,7 +199,7 @@ def leave_out(request: pb.GenerateRequest, path: str) -> None:
 
 
 def check_answer(request: pb.GenerateRequest, answers: list[pb.GenerateResponse]) -> None:
-    """What any good answer to `request` is, whatever else it asks for."""
+    """Checks what holds for any answer to `request`, whatever it asks for."""
     n = request.sampling.n if request.sampling.HasField("n") else 1
     assert not any(answer.HasField("usage") for answer in answers[:-1])
     last = answers[-1]
@@ -232,7 +232,7 @@ def requests_of_all_methods() -> st.SearchStrategy[tuple[str, Message]]:
     return st.one_of(pairs)
 
 
-async def test_every_generate_request_is_answered_once_what_its_refusals_name_is_left_out():
+async def test_every_generate_request_is_answered_after_leaving_out_what_its_refusals_name():
     async with target() as reached:
         await reached.hold(tame_and_wild(pb.GenerateRequest), reached.generate)
         assert {"INVALID_REQUEST", "FIELD_NOT_SUPPORTED", "MODEL_NOT_FOUND"} < set(reached.outcomes)
@@ -252,7 +252,7 @@ async def test_requests_at_once_share_few_blocks_and_leave_none_behind():
         assert (await reached.plane.state()).num_preemptions
 
 
-async def test_every_request_of_every_method_is_answered_or_refused_precisely():
+async def test_every_request_of_every_method_is_answered_or_refused_with_the_reason():
     async with target() as reached:
 
         async def check(request: tuple[str, Message]) -> None:
@@ -262,7 +262,7 @@ async def test_every_request_of_every_method_is_answered_or_refused_precisely():
         assert {"OK", "INVALID_REQUEST", "REQUEST_NOT_FOUND"} < set(reached.outcomes)
 
 
-async def test_bytes_that_are_no_message_are_refused_precisely():
+async def test_bytes_that_are_no_message_are_refused_with_the_reason():
     broken = requests_of_all_methods().flatmap(lambda pair: st.tuples(st.just(pair[0]), damaged(pair[1])))
     noise = st.tuples(st.sampled_from(sorted(METHODS)), st.binary(max_size=64))
     async with target() as reached:
@@ -275,8 +275,8 @@ async def test_bytes_that_are_no_message_are_refused_precisely():
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-async def test_a_string_that_is_no_utf8_is_named_as_such(method):
-    """A lone surrogate, as some languages write it."""
+async def test_a_string_that_is_not_utf8_is_named(method):
+    """A lone surrogate, as some languages encode it."""
     strings = [f for f in METHODS[method].input_type.fields if f.type == f.TYPE_STRING]
     async with target() as reached:
         for one in strings:
@@ -285,7 +285,7 @@ async def test_a_string_that_is_no_utf8_is_named_as_such(method):
         assert reached.outcomes["INVALID_REQUEST"] == len(strings)
 
 
-def test_the_page_of_errors_names_those_that_the_fuzzing_counts_on():
+def test_the_page_of_errors_lists_those_that_the_fuzzing_relies_on():
     refusal = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "x")
     assert refusal.code.name in DOCUMENTED[refusal.reason]
     assert "BUG" not in DOCUMENTED

@@ -1,6 +1,6 @@
-"""What is no HTTP/2, no gRPC, or no method of ours costs whoever sends it his connection, and nobody else anything.
+"""Bytes that are no HTTP/2, no gRPC or no method of ours cost their sender the connection, and others nothing.
 
-gRPC itself answers what it cannot read, with INTERNAL where its specification says so; those answers have no
+gRPC itself answers what it cannot read, with INTERNAL where its specification says so. Those answers have no
 ErrorInfo, and our own code is never reached. `make fuzz` makes many more.
 """
 
@@ -58,7 +58,7 @@ async def status_of(plane: ControlPlane, data: bytes) -> tuple[int, str]:
     return heard.statuses[0]
 
 
-async def test_a_call_made_by_hand_is_answered(plane):
+async def test_a_call_in_handmade_frames_is_answered(plane):
     assert await status_of(plane, call()) == (OK, "")
 
 
@@ -68,8 +68,8 @@ async def test_an_unknown_method_is_unimplemented(plane, path):
 
 
 @pytest.mark.parametrize("path", [b"\xff", b"/pagewire.v1.GenerationService/\xed\xa0\x80"])
-async def test_a_method_whose_name_is_no_utf8_ends_nobody_elses_stream(plane, path):
-    """grpcio 1.85.1 alone shuts the whole server down on it."""
+async def test_a_method_name_that_is_not_utf8_ends_no_other_stream(plane, path):
+    """Without our code, grpcio 1.85.1 shuts down the whole server."""
     plane.worker.gate.clear()
     stream = plane.generation.Generate(request(max_tokens=9))
     await plane.until(lambda state: state.num_running == 1)
@@ -96,7 +96,7 @@ async def test_many_unknown_methods_at_once_are_all_refused(plane):
         (call(body=grpc_message(b"\xff\xff")), INVALID_ARGUMENT, "not a message of this type"),
     ],
 )
-async def test_what_is_no_grpc_is_refused_with_the_reason(plane, data, code, words):
+async def test_a_request_that_is_not_grpc_is_refused_with_the_reason(plane, data, code, words):
     found, message = await status_of(plane, data)
     assert found == code
     assert words in message
@@ -111,7 +111,7 @@ async def test_what_is_no_grpc_is_refused_with_the_reason(plane, data, code, wor
         (b"traceparent", b"\xff" * 55),
     ],
 )
-async def test_odd_metadata_hurts_no_call(plane, pair):
+async def test_odd_metadata_harms_no_call(plane, pair):
     code, message = await status_of(plane, call(COMPLETE, pair))
     assert (code, message) in [(OK, "")] or (code == INTERNAL and "metadata" in message)
 
@@ -122,8 +122,8 @@ async def test_an_odd_request_id_is_refused_by_name(plane):
     assert "x-request-id" in message
 
 
-async def test_calls_reset_as_fast_as_they_open_leave_nothing(plane):
-    """What is known as rapid reset."""
+async def test_calls_reset_as_soon_as_they_open_leave_nothing_behind(plane):
+    """The attack known as rapid reset."""
     calls = [
         frame(HEADERS, END_HEADERS, stream, opening(COMPLETE))
         + frame(DATA, END_STREAM, stream, grpc_message(GOOD))
@@ -136,7 +136,7 @@ async def test_calls_reset_as_fast_as_they_open_leave_nothing(plane):
 
 
 async def test_calls_that_never_send_their_message_hold_nothing_of_ours(plane):
-    """Opened, half sent, and ended without a message: no place among the live requests, no block."""
+    """Calls that are only opened, half sent, or ended without a message: no place among live requests, and no block."""
     parts = [
         frame(HEADERS, END_HEADERS, 1, opening(COMPLETE)),
         frame(HEADERS, END_HEADERS, 3, opening(COMPLETE)) + frame(DATA, 0, 3, grpc_message(GOOD, length=100)),
@@ -148,7 +148,7 @@ async def test_calls_that_never_send_their_message_hold_nothing_of_ours(plane):
 
 
 def frames() -> st.SearchStrategy[bytes]:
-    """Frames that are sound, frames of noise, and noise."""
+    """Valid frames, frames of noise, and plain noise."""
     streams = st.sampled_from([0, 1, 3, 5, 2, 0x7FFFFFFF])
     paths = st.sampled_from([COMPLETE, b"/pagewire.v1.GenerationService/Generate", b"\xff"]) | st.binary(max_size=9)
     metadata = st.lists(st.tuples(st.binary(max_size=9), st.binary(max_size=40)), max_size=2)
@@ -165,7 +165,7 @@ def frames() -> st.SearchStrategy[bytes]:
 
 
 def check_heard(heard: Heard) -> None:
-    """Whatever gRPC answered, it is no exception of Python's."""
+    """Checks that no answer of gRPC is a Python exception."""
     for code, message in heard.statuses:
         assert 0 <= code <= 16
         assert code != 2, message

@@ -1,5 +1,6 @@
-"""The one command for a GPU, as far as none is needed: what it runs, how it ends what hangs, what it calls failures."""
+"""The one command for a GPU, as far as it can be tested without one: what it runs, ends, and counts as failures."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from bench.gpu_check import files_of_gpu_tests, parse, run
+from pagewire.processes import start_ticks
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,19 +18,19 @@ def run_python(code, limit_s=30):
     return run("part", [sys.executable, "-c", code], limit_s)
 
 
-def test_what_goes_well_has_no_failures_and_is_shown(capsys):
+def test_a_part_that_succeeds_is_shown_and_has_no_failures(capsys):
     assert run_python("print('12.5 us')").failures == []
     assert "12.5 us" in capsys.readouterr().out
 
 
-def test_what_fails_is_named_by_its_own_line_or_by_its_status():
+def test_a_failure_is_named_by_its_own_line_or_by_the_exit_status():
     told = run_python("print('FAILED tests/x.py::test_y - boom\\nFAILED decode batch 1: ValueError'); exit(1)")
     assert told.failures == ["FAILED tests/x.py::test_y - boom", "FAILED decode batch 1: ValueError"]
     assert run_python("exit(3)").failures == ["ended with status 3"]
 
 
 @pytest.mark.long
-def test_what_hangs_is_ended_with_all_that_it_started(capsys):
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(capsys):
     code = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -41,6 +43,21 @@ time.sleep(600)
     assert "begun" in capsys.readouterr().out
 
 
+def test_an_interruption_ends_the_part_that_runs():
+    code = """
+import sys
+from bench.gpu_check import run
+run("part", [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"], 600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as checking:
+        assert checking.stdout is not None
+        checking.stdout.readline()
+        part = int(checking.stdout.readline())
+        checking.send_signal(signal.SIGINT)
+        assert checking.wait(timeout=30) != 0
+    assert start_ticks(part) is None
+
+
 def test_the_tests_of_kernels_and_of_the_worker_on_a_gpu_are_among_what_it_runs():
     files = files_of_gpu_tests()
     for name in ("triton_attention", "triton_cache", "decode_graphs", "worker_gpu", "worker_swap", "worker_cache"):
@@ -48,8 +65,8 @@ def test_the_tests_of_kernels_and_of_the_worker_on_a_gpu_are_among_what_it_runs(
     assert "tests/test_scheduler.py" not in files
 
 
-def test_those_tests_are_collected_where_most_of_our_dependencies_are_missing():
-    """A finder that knows none of them stands for a machine of kernels."""
+def test_those_tests_are_collected_without_most_of_our_dependencies():
+    """An import finder that refuses them stands for a machine with a GPU and little else."""
     missing = {"pydantic", "pydantic_settings", "pytest_asyncio", "platformdirs", "gguf", "grpc_health", "grpc_status"}
     code = f"""
 import importlib.abc, sys
@@ -65,7 +82,7 @@ sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:asyncio", "-p", "no:cach
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
 
 
-def test_a_budget_without_room_for_a_case_is_refused():
+def test_a_time_limit_without_room_for_a_case_is_refused():
     assert parse([]).seconds < 8 * 60
     with pytest.raises(SystemExit):
         parse(["--seconds", "100"])

@@ -15,7 +15,7 @@ from kernels import build, choice, cpu, reference
 if not build.LIBRARY.exists():
     pytest.skip("the C++ kernels are not built: no compiler when this was installed", allow_module_level=True)
 
-# What runs on a model of its instructions stands for a level that this CPU need not have.
+# Levels that emulate their instructions stand for those that this CPU may lack.
 LEVELS = [*cpu.runnable_levels(), *build.MODELS]
 BEST = cpu.runnable_levels()[-1]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -25,7 +25,7 @@ TOLERANCE = {
     torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2},
     torch.float16: {"atol": 4e-3, "rtol": 4e-3},
 }
-# Of what is computed, and of the cache.
+# The dtypes of the computation, and of the cache.
 BOTH_DTYPES = list(itertools.product(DTYPES, DTYPES))
 of_all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
 of_both_dtypes = pytest.mark.parametrize("dtype, cache_dtype", BOTH_DTYPES, ids=NAMES.get)
@@ -43,7 +43,7 @@ def kernels(request):
 
 
 def misplaced(shape, dtype):
-    """A cache in which every bit is set: what is not written is NaN."""
+    """A cache in which every bit is set, so that what is not written is NaN."""
     cache = torch.empty(shape, dtype=dtype)
     cache.view(torch.int16).fill_(-1)
     return cache
@@ -69,7 +69,7 @@ class Case:
         num_blocks = sum(widths) + 3
         pool = torch.randperm(num_blocks, dtype=torch.int32)
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        # As in a pool of the worker: between a block and the next one lies what belongs to other layers.
+        # As in a pool of the worker: between two blocks of a layer lie those of other layers.
         self.caches = misplaced((num_blocks, 2, *shape[1:]), cache_dtype).unbind(1)
         self.twin_caches = torch.zeros(shape, dtype=cache_dtype), torch.zeros(shape, dtype=cache_dtype)
         self.tables = torch.zeros(len(rows), max(widths, default=1), dtype=torch.int32)
@@ -106,7 +106,7 @@ def check(kernels, rows, dtype, *, scores=None, **shape):
 @of_all_dtypes
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(1, 1), (9, 3), (4, 1), (16, 2), (50, 1)])
-def test_attention_is_its_twins_for_every_kind_of_batch_and_group(kernels, rows, num_heads, num_kv_heads, dtype):
+def test_attention_equals_its_twin_for_every_kind_of_batch_and_group(kernels, rows, num_heads, num_kv_heads, dtype):
     check(kernels, rows, dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=4)
     check(kernels, rows, dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=16)
 
@@ -116,32 +116,32 @@ def test_attention_is_its_twins_for_every_kind_of_batch_and_group(kernels, rows,
     "block_size, head_dim",
     [(2, 6), (8, 64), (16, 64), (16, 80), (16, 96), (16, 128), (24, 64), (32, 64), (48, 32), (64, 256), (256, 128)],
 )
-def test_attention_is_its_twins_for_every_shape_of_block(kernels, head_dim, block_size, dtype):
+def test_attention_equals_its_twin_for_every_shape_of_block(kernels, head_dim, block_size, dtype):
     rows = [*BATCHES["mixed"], (1, 200), (70, 90)]
     check(kernels, rows, dtype, num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=block_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=NAMES.get)
 @pytest.mark.parametrize("block_size, head_dim", [(1, 1), (3, 5), (7, 33)])
-def test_odd_blocks_are_as_good_as_others_where_values_do_not_stand_in_pairs(kernels, block_size, head_dim, dtype):
+def test_blocks_and_heads_of_odd_sizes_work_in_dtypes_that_need_no_pairs(kernels, block_size, head_dim, dtype):
     check(kernels, BATCHES["mixed"], dtype, head_dim=head_dim, block_size=block_size)
 
 
 @of_all_dtypes
-def test_attention_is_its_twins_on_contexts_of_several_splits(kernels, dtype):
+def test_attention_equals_its_twin_on_contexts_of_several_splits(kernels, dtype):
     for rows in (LONG, *([row] for row in LONG)):
         check(kernels, rows, dtype, num_heads=9, num_kv_heads=3)
 
 
 @of_all_dtypes
 @pytest.mark.parametrize("scores", [{"window": 1}, {"window": 50}, {"window": 200, "softcap": 3.0}, {"softcap": 50.0}])
-def test_windows_and_capped_scores_are_its_twins(kernels, scores, dtype):
+def test_windows_and_capped_scores_equal_the_twins(kernels, scores, dtype):
     for rows in (LONG, *([row] for row in LONG)):
         check(kernels, rows, dtype, scores=scores, num_heads=9, num_kv_heads=3)
 
 
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"window": 2**31}, {"softcap": -1.0}])
-def test_a_window_or_cap_of_nothing_is_refused(wrong):
+def test_a_window_or_cap_of_zero_or_less_is_refused(wrong):
     kernels = cpu.CpuKernels()
     with pytest.raises(ValueError, match="positive"):
         Case(kernels, [(1, 1)]).ours(kernels, **wrong)
@@ -156,8 +156,8 @@ def test_the_cache_may_be_of_another_dtype(kernels, dtype, cache_dtype):
 
 
 @of_both_dtypes
-def test_what_a_query_gets_depends_on_nothing_but_its_context(kernels, dtype, cache_dtype):
-    """Not on the batch, on how many threads share the context, or on how the prompt was cut into chunks: bit by bit."""
+def test_the_output_of_a_query_depends_on_its_context_alone(kernels, dtype, cache_dtype):
+    """To the last bit, whatever the batch, the number of threads and the chunks of the prompt are."""
     case = Case(kernels, LONG, num_heads=9, num_kv_heads=3, dtype=dtype, cache_dtype=cache_dtype)
     together = case.ours(kernels)
     for row, (queries, context) in enumerate(LONG):
@@ -180,7 +180,7 @@ def test_what_a_query_gets_depends_on_nothing_but_its_context(kernels, dtype, ca
 
 
 def in_families(kernels, dtype, depths, **shape):
-    """Decode rows of some splits each, of which those of a family begin with the blocks of its first row.
+    """Decode rows of several splits each; those of a family begin with the blocks of its first row.
 
     `depths` are (family, splits shared with the family's first row), a pair for each row.
     """
@@ -204,7 +204,7 @@ FAMILIES = {
 @of_all_dtypes
 @pytest.mark.parametrize("depths", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("scores", [{}, {"window": 200}, {"softcap": 3.0}], ids=str)
-def test_rows_that_go_through_a_shared_prefix_together_get_what_each_gets_alone(kernels, depths, scores, dtype):
+def test_rows_that_read_a_shared_prefix_together_get_what_each_gets_alone(kernels, depths, scores, dtype):
     for num_heads, num_kv_heads in ((9, 3), (12, 1)):
         case = in_families(kernels, dtype, depths, num_heads=num_heads, num_kv_heads=num_kv_heads)
         together = case.ours(kernels, **scores)
@@ -217,7 +217,7 @@ def test_rows_that_go_through_a_shared_prefix_together_get_what_each_gets_alone(
 
 
 @of_all_dtypes
-def test_a_shared_prefix_is_its_twins_beside_prompts_and_long_rows(kernels, dtype):
+def test_a_shared_prefix_equals_the_twin_beside_prompts_and_long_rows(kernels, dtype):
     rows = [(1, 300), (40, 300), (1, 290), (1, 2000), (1, 310), (7, 280), (1, 257), (1, 256)]
     case = Case(kernels, rows, num_heads=9, num_kv_heads=3, dtype=dtype)
     for table in case.tables[1:]:
@@ -226,7 +226,7 @@ def test_a_shared_prefix_is_its_twins_beside_prompts_and_long_rows(kernels, dtyp
     torch.testing.assert_close(case.ours(kernels), case.twins(), **TOLERANCE[dtype])
 
 
-def test_attention_takes_queries_out_of_a_fused_projection(kernels):
+def test_attention_takes_queries_from_a_fused_projection(kernels):
     case = Case(kernels, BATCHES["mixed"])
     fused = torch.randn(case.q.shape[0], 8, case.q.shape[2])
     fused[:, :4] = case.q
@@ -236,10 +236,10 @@ def test_attention_takes_queries_out_of_a_fused_projection(kernels):
 
 
 @of_both_dtypes
-def test_what_stands_behind_the_context_poisons_nothing(kernels, dtype, cache_dtype):
+def test_nan_behind_the_context_does_no_harm(kernels, dtype, cache_dtype):
     for context in (1, 2, 15, 31, 40):
         rows = [(1, context), (min(3, context), context)]
-        case = Case(kernels, rows, dtype=dtype, cache_dtype=cache_dtype)  # all NaN but what was written
+        case = Case(kernels, rows, dtype=dtype, cache_dtype=cache_dtype)  # all NaN except what was written
         assert case.ours(kernels).isfinite().all(), context
 
 
@@ -252,7 +252,7 @@ def test_a_sequence_that_holds_a_nan_fails_alone(kernels):
 
 
 def as_the_twins(k_cache, v_cache):
-    """The two caches of [num_blocks, block_size, num_kv_heads, head_dim] as the twins lay them out."""
+    """The two caches of [num_blocks, block_size, num_kv_heads, head_dim] in the layout of the twins."""
     num_blocks, block_size, num_kv_heads, head_dim = shape = k_cache.shape
     unit = cpu.unit_of(k_cache.dtype)
     k = k_cache.view(num_blocks, num_kv_heads, head_dim // unit, block_size, unit).permute(0, 3, 1, 2, 4)
@@ -262,7 +262,7 @@ def as_the_twins(k_cache, v_cache):
 
 @of_both_dtypes
 @pytest.mark.parametrize("num_tokens, head_dim", [(0, 64), (1, 64), (5, 6), (100, 80)])
-def test_rotation_with_the_cache_write_is_its_twins(kernels, num_tokens, head_dim, dtype, cache_dtype):
+def test_rotation_with_the_cache_write_equals_its_twin(kernels, num_tokens, head_dim, dtype, cache_dtype):
     num_heads, num_kv_heads = 6, 2
     angles = torch.randn(num_tokens, head_dim // 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -283,7 +283,7 @@ def test_rotation_with_the_cache_write_is_its_twins(kernels, num_tokens, head_di
 
 
 def numbers_of(dtype):
-    """Numbers of all kinds: every one that 16 bits write down, or for float32 those that are hard to round to them."""
+    """Numbers of all kinds: every one of 16 bits, or for float32 those that are hard to round to 16 bits."""
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     if dtype != torch.float32:
         return halves.view(dtype)
@@ -295,7 +295,7 @@ def numbers_of(dtype):
 
 
 @of_both_dtypes
-def test_every_number_is_rounded_to_the_caches_dtype_as_torch_rounds_it(kernels, dtype, cache_dtype):
+def test_every_number_is_rounded_to_the_dtype_of_the_cache_as_by_torch(kernels, dtype, cache_dtype):
     numbers = numbers_of(dtype)
     for numbers_at_once in (2, 64):  # some one by one, some in vectors
         x = numbers[: len(numbers) // numbers_at_once * numbers_at_once].view(-1, 1, numbers_at_once)
@@ -303,14 +303,14 @@ def test_every_number_is_rounded_to_the_caches_dtype_as_torch_rounds_it(kernels,
         caches = torch.zeros(2, 1, len(x), 1, numbers_at_once, dtype=cache_dtype).view(2, -1, 2, 1, numbers_at_once)
         kernels.reshape_and_cache(x, x, *caches, torch.arange(len(x)))
         for found in as_the_twins(*caches):
-            # But for denormals, which the instruction that rounds to bfloat16 takes for zero.
+            # Except denormals, which the instruction that rounds to bfloat16 treats as zero.
             expected = x.to(cache_dtype)
             torch.testing.assert_close(found.reshape(x.shape), expected, rtol=0, atol=2**-126, equal_nan=True)
 
 
 @of_all_dtypes
 @pytest.mark.parametrize("num_rows, size", [(0, 8), (1, 1), (3, 7), (5, 16), (2, 576), (200, 100)])
-def test_norms_and_gate_are_their_twins(kernels, num_rows, size, dtype):
+def test_norms_and_gates_equal_their_twins(kernels, num_rows, size, dtype):
     x, residual = (3 * torch.randn(2, num_rows, size)).to(dtype)
     weight, sum_of_both = torch.randn(size).to(dtype), residual.clone()
     close = {"atol": 1e-2, "rtol": 1e-2} if dtype == torch.bfloat16 else TOLERANCE[dtype]
@@ -379,15 +379,15 @@ def test_a_library_that_is_missing_or_older_than_its_sources_is_not_used(tmp_pat
         build.build()
 
 
-def test_a_level_that_the_cpu_does_not_run_is_refused(monkeypatch):
+def test_a_level_that_the_cpu_cannot_run_is_refused(monkeypatch):
     with pytest.raises(cpu.KernelsUnavailable, match="but not sse9"):
         cpu.CpuKernels("sse9")
 
 
 @pytest.mark.skipif("amx_bf16" not in build.levels(), reason="not the architecture that has tile registers")
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump to look into the library with")
-def test_the_level_with_tile_registers_is_made_of_their_instructions_and_its_model_is_not():
-    """No test runs them unless the CPU has them; that they are in the library is what can be said elsewhere."""
+def test_the_level_with_tile_registers_uses_their_instructions_and_its_emulation_does_not():
+    """Tests can run them only on a CPU that has them; on others they can only be found in the library."""
     listing = subprocess.run(["objdump", "-d", str(build.LIBRARY)], capture_output=True, text=True, check=True).stdout
     found = set(re.findall(r"\b(ldtilecfg|tilerelease|tilezero|tileloadd|tilestored|tdpbf16ps)\b", listing))
     assert found == {"ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbf16ps"}
@@ -397,7 +397,7 @@ def test_the_level_with_tile_registers_is_made_of_their_instructions_and_its_mod
 
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="no compiler for another architecture")
 @pytest.mark.parametrize("level", ["portable", *build.MODELS])
-def test_what_asks_for_no_architecture_compiles_for_another_one_without_a_warning(tmp_path, level):
+def test_portable_levels_compile_for_another_architecture_without_a_warning(tmp_path, level):
     flags = (*build.FLAGS, *{**build.OTHER_LEVELS, **build.MODELS}[level], "-Werror")
     for source, define in (("level.cpp", f"-DLEVEL={level}"), ("library.cpp", '-DSOURCE_DIGEST="none"')):
         arguments = [*flags, define, "-c", str(build.SOURCES / source), "-o", str(tmp_path / "compiled.o")]
@@ -406,7 +406,7 @@ def test_what_asks_for_no_architecture_compiles_for_another_one_without_a_warnin
 
 
 def test_each_thread_is_bound_to_a_core_of_its_own():
-    """In a process of its own, since what it starts later would be bound as well."""
+    """In a process of its own, since threads and processes that it starts later would be bound as well."""
     script = """
 import os, torch
 from kernels.cpu import pin_threads

@@ -1,4 +1,4 @@
-"""All layers in one call of C++ against the same operations called one by one, whose bits it is to give."""
+"""All layers in one call of C++, which must give the bits of the same operations called one by one."""
 
 from dataclasses import replace
 from functools import partial
@@ -39,11 +39,11 @@ CONFIG = LlamaConfig(
     mlp_bias=False,
     head_norms=False,
 )
-# Inputs by 64 may be multiplied as integers.
+# Inputs in multiples of 64 may be multiplied as integers.
 BY_64 = {"hidden_size": 64, "mlp_size": 128, "num_heads": 4}
 QWEN3 = {"head_norms": True}
 BIASED = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
-# Tokens that are new, and the context with them.
+# Rows of (new tokens, context length with them).
 DECODES = [(1, 1), (1, 17), (1, 300), (1, 64)]
 MIXED = [(5, 5), (1, 40), (70, 90), (1, 200), (16, 129)]
 
@@ -63,7 +63,7 @@ def build_model(config=CONFIG, dtype=torch.bfloat16, level=None, *, is_quantized
 
 
 def make_step(rows, seed=0):
-    """Token ids, positions and metadata; the caches hold something for what was computed before."""
+    """Token ids, positions and metadata; the caches hold random values for earlier tokens."""
     generator = torch.Generator().manual_seed(seed)
     num_blocks = [-(-context // BLOCK_SIZE) for _, context in rows]
     tables = torch.zeros(len(rows), max(num_blocks), dtype=torch.int32)
@@ -88,7 +88,7 @@ def make_caches(config=CONFIG, dtype=torch.bfloat16):
 
 
 def both(model, rows, cache_dtype=torch.bfloat16, scored=None):
-    """Hidden states and caches, at once and one by one."""
+    """Hidden states and caches, all layers at once and one by one."""
     token_ids, positions, metadata = make_step(rows)
     metadata = replace(metadata, scored=scored)
     found = []
@@ -104,7 +104,7 @@ def both(model, rows, cache_dtype=torch.bfloat16, scored=None):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("rows", [DECODES[:1], DECODES, MIXED], ids=["one", "decodes", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_at_once_gives_the_bits_of_one_by_one(level, rows, dtype):
+def test_layers_at_once_give_the_bits_of_layers_one_by_one(level, rows, dtype):
     (hidden, caches), (expected, expected_caches) = both(build_model(dtype=dtype, level=level), rows, dtype)
     assert hidden.isfinite().all()
     assert hidden.equal(expected)
@@ -115,7 +115,7 @@ def test_at_once_gives_the_bits_of_one_by_one(level, rows, dtype):
     "changes", [QWEN3, BIASED, QWEN3 | BIASED, BY_64], ids=["head norms", "biases", "both", "by 64"]
 )
 @pytest.mark.parametrize("is_quantized", [False, True])
-def test_so_it_does_with_norms_of_heads_and_biases_and_weights_of_8_bits(changes, is_quantized):
+def test_head_norms_biases_and_8_bit_weights_give_the_same_bits_too(changes, is_quantized):
     model = build_model(replace(CONFIG, **changes), is_quantized=is_quantized)
     (hidden, caches), (expected, expected_caches) = both(model, MIXED)
     assert hidden.equal(expected)
@@ -131,7 +131,7 @@ def test_the_cache_may_be_of_another_dtype(cache_dtype):
 
 @pytest.mark.parametrize("num_threads", [1, 2, 7, 11])
 def test_any_number_of_threads_gives_the_same_bits(num_threads):
-    """Seven wait for each other on fewer cores, so most of them sleep at each barrier."""
+    """Seven threads on fewer cores wait for each other, so most of them sleep at each barrier."""
     expected = both(build_model(), MIXED)[1]
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -152,7 +152,7 @@ def test_steps_of_any_size_follow_each_other():
 
 @pytest.mark.parametrize("scored", [[4, 5, 75, 91], [0], [90, 91], list(range(92)), []])
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_tokens_that_are_scored_have_the_bits_that_they_have_among_all(level, scored):
+def test_scored_tokens_have_the_same_bits_as_among_all(level, scored):
     model = build_model(replace(CONFIG, **QWEN3), level=level)
     (everything, caches), _ = both(model, MIXED)
     for hidden, found in both(model, MIXED, scored=torch.tensor(scored, dtype=torch.int64)):
@@ -172,7 +172,7 @@ def test_a_step_without_tokens_gives_no_hidden_states():
 
 
 def test_layers_may_differ_in_the_size_of_their_mlp():
-    """A second layer whose MLP is filled up with zeros to a hundred times the first one's."""
+    """The second layer's MLP is padded with zeros to a hundred times the first one's size."""
     kernels, num_heads, size, num_tokens = CpuKernels(), 4, 64, 200
     random = partial(torch.randn, generator=torch.Generator().manual_seed(3))
     qkv, output, gates, values, down = (
@@ -205,7 +205,7 @@ def test_a_window_that_sees_nothing_is_refused():
         build_model(replace(CONFIG, windows=(None, 0, None)))
 
 
-def test_what_does_not_fit_is_told_before_anything_is_written():
+def test_arguments_that_do_not_fit_are_refused_before_anything_is_written():
     model = build_model()
     token_ids, positions, metadata = make_step(DECODES)
     slots, tables = metadata.slot_mapping.clone(), metadata.block_tables.clone()
@@ -246,5 +246,5 @@ def test_caches_that_do_not_fit_are_refused(change, message):
 
 
 def test_layers_that_torch_multiplies_are_called_one_by_one():
-    """Gates of 24 fill no panels."""
+    """Gates of 24 outputs do not fill panels."""
     assert build_model(replace(CONFIG, mlp_size=24)).layers_at_once is None

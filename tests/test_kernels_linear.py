@@ -1,4 +1,4 @@
-"""Linear layers by C++ against their twin."""
+"""Linear layers in C++ against their twin."""
 
 import pytest
 
@@ -15,9 +15,9 @@ except KernelsUnavailable:
 # Where bfloat16 is multiplied as integers.
 INTEGER_LEVELS = [level for level in LEVELS if level in ("avx2", "avx512", "avx512_bf16")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Of the sum of all that is added up: rounding of the result, and of sums in another order.
+# For rounding of the result, and for sums in another order, in proportion to the sum of what is added.
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
-# Rows that are more than are converted at once, where x is of another kind than what is multiplied.
+# More rows than are converted at once, where x has another dtype than the multiplication.
 NUM_IN_TWO_CHUNKS = 195
 
 
@@ -30,7 +30,7 @@ def random(*shape, dtype, seed=0):
 @pytest.mark.parametrize(
     "outputs_and_inputs", [(1, 2), (31, 6), (32, 64), (33, 8), (96, 576), (40, 640), (33, 1152), (70, 1536)]
 )
-def test_a_product_in_cpp_is_the_twins(level, dtype, outputs_and_inputs):
+def test_a_product_in_cpp_equals_its_twin(level, dtype, outputs_and_inputs):
     num_outputs, num_inputs = outputs_and_inputs
     weight, bias = random(num_outputs, num_inputs, dtype=dtype), random(num_outputs, dtype=dtype, seed=1)
     layer = CpuKernels(level).linear(weight, bias)
@@ -47,7 +47,7 @@ def test_a_product_in_cpp_is_the_twins(level, dtype, outputs_and_inputs):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens_and_inputs", [(40, 576), (33, 1152), (NUM_IN_TWO_CHUNKS, 1536)])
-def test_an_output_is_the_same_bits_alone_and_in_a_batch_and_on_one_thread(level, dtype, tokens_and_inputs):
+def test_an_output_has_the_same_bits_alone_and_in_a_batch_and_on_one_thread(level, dtype, tokens_and_inputs):
     num_tokens, num_inputs = tokens_and_inputs
     layer = CpuKernels(level).linear(random(100, num_inputs, dtype=dtype), None, widened=True)
     x = random(num_tokens, num_inputs, dtype=dtype, seed=1)
@@ -64,7 +64,7 @@ def test_an_output_is_the_same_bits_alone_and_in_a_batch_and_on_one_thread(level
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_output_is_the_same_bits_among_any_number_of_rows(level, dtype):
+def test_an_output_has_the_same_bits_among_any_number_of_rows(level, dtype):
     layer = CpuKernels(level).linear(random(33, 576, dtype=dtype), None, widened=True)
     x = random(33, 576, dtype=dtype, seed=1)
     together = layer(x)
@@ -73,7 +73,7 @@ def test_an_output_is_the_same_bits_among_any_number_of_rows(level, dtype):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_widened_product_is_not_rounded_to_the_weights_dtype(level):
+def test_a_widened_product_is_not_rounded_to_the_dtype_of_the_weight(level):
     weight, x = random(64, 96, dtype=torch.bfloat16), random(5, 96, dtype=torch.bfloat16, seed=1)
     found = CpuKernels(level).linear(weight, None, widened=True)(x)
     torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=1e-5, atol=1e-4)
@@ -85,7 +85,7 @@ def rms(x):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("num_inputs", [64, 576, 1536])
-def test_a_product_of_bfloat16_rounds_a_quarter_at_most_of_what_bfloat16_has_rounded(level, num_inputs):
+def test_a_product_of_bfloat16_adds_at_most_a_quarter_of_the_rounding_error_of_its_input(level, num_inputs):
     weight, wide = random(70, num_inputs, dtype=torch.bfloat16), random(40, num_inputs, dtype=torch.float32, seed=1)
     x = wide.bfloat16()
     exact = x.double() @ weight.double().T
@@ -95,8 +95,8 @@ def test_a_product_of_bfloat16_rounds_a_quarter_at_most_of_what_bfloat16_has_rou
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 6, 40])
-def test_values_up_to_64_times_smaller_than_an_outputs_largest_are_multiplied_as_they_are(level, num_rows):
-    # Each mantissa with seven exponents and both signs, and few in a group, whose sum would bound them otherwise.
+def test_weights_down_to_a_64th_of_the_largest_of_their_output_are_multiplied_exactly(level, num_rows):
+    # Each mantissa with seven exponents and both signs; few to a group, whose sum would otherwise limit them.
     mantissas, places = torch.arange(128, 256), torch.arange(9)
     weight = torch.zeros(128, 576)
     weight[:, places * 64] = mantissas[:, None] * 2.0 ** -(places % 7) * (-1.0) ** places
@@ -111,8 +111,8 @@ def test_values_up_to_64_times_smaller_than_an_outputs_largest_are_multiplied_as
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)])
-def test_the_largest_values_side_by_side_are_multiplied_as_they_are(level, signs):
-    # A row's largest beside a weight's, in one unit of two inputs and in the next.
+def test_the_largest_values_side_by_side_are_multiplied_exactly(level, signs):
+    # The largest of a row meets that of a weight, in one unit of two inputs and in the next.
     weight, x = torch.zeros(32, 576), torch.zeros(13, 576)
     weight[:, :4], x[:, :4] = signs[0] * 255.0, signs[1] * 128.0
     weight[:, 300], x[:, 302], x[:, 303] = 255, 128, -128
@@ -121,7 +121,7 @@ def test_the_largest_values_side_by_side_are_multiplied_as_they_are(level, signs
 
 
 @pytest.mark.parametrize("level", INTEGER_LEVELS)
-def test_a_weight_is_of_integers_where_rounding_allows_it(level):
+def test_a_weight_is_kept_as_integers_if_rounding_allows_it(level):
     kernels, weight = CpuKernels(level), random(70, 576, dtype=torch.bfloat16)
     assert kernels.linear(weight, None).form is Form.INTEGERS
     assert kernels.linear(weight[:, :570], None).form is Form.CODED
@@ -134,7 +134,7 @@ def test_a_weight_is_of_integers_where_rounding_allows_it(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_value_that_is_far_larger_than_others_costs_its_neighbours_alone(level):
+def test_a_value_far_larger_than_others_costs_precision_only_nearby(level):
     weight, x = random(70, 576, dtype=torch.bfloat16), random(9, 576, dtype=torch.bfloat16, seed=1)
     layer = CpuKernels(level).linear(weight, None, widened=True)
     x[4, 100] = 1e6
@@ -148,7 +148,7 @@ def test_a_value_that_is_far_larger_than_others_costs_its_neighbours_alone(level
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_weight_with_values_far_larger_than_others_is_multiplied_without_rounding(level):
+def test_a_weight_with_values_far_larger_than_others_is_not_rounded(level):
     weight, x = random(70, 576, dtype=torch.bfloat16), random(9, 576, dtype=torch.bfloat16, seed=1)
     weight[30, 7] = 3e4
     x[:, 7] = 0
@@ -159,7 +159,7 @@ def test_a_weight_with_values_far_larger_than_others_is_multiplied_without_round
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("num_inputs", [64, 1536])
 @pytest.mark.parametrize("sign", [-1, 1])
-@pytest.mark.parametrize("value", [0.7, 255 / 256])  # the latter comes to 0.996 of what 32 bits hold
+@pytest.mark.parametrize("value", [0.7, 255 / 256])  # the latter comes to 0.996 of the range of 32 bits
 def test_a_sum_of_equal_products_as_large_as_they_get_does_not_overflow(level, num_inputs, sign, value):
     weight = torch.full((33, num_inputs), value, dtype=torch.bfloat16)
     for num_rows in (1, 5, 7, 12):
@@ -180,7 +180,7 @@ def test_rows_of_zeros_and_outputs_of_zeros_give_zeros(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_product_may_be_given_room_which_has_to_fit(level):
+def test_a_product_may_be_given_room_for_its_result_which_has_to_fit(level):
     layer = CpuKernels(level).linear(random(64, 96, dtype=torch.bfloat16), None, widened=True)
     x = random(5, 96, dtype=torch.bfloat16, seed=1)
     room = torch.full((7, 64), -1.0)
@@ -195,7 +195,7 @@ def test_a_product_may_be_given_room_which_has_to_fit(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_may_stand_apart_and_the_weight_may_change_once_it_is_packed(level, dtype):
+def test_rows_may_be_strided_and_the_weight_may_change_once_it_is_packed(level, dtype):
     weight, wide = random(40, 24, dtype=dtype), random(7, 50, dtype=dtype, seed=1)
     layer = CpuKernels(level).linear(weight, None)
     expected = layer(wide[:, :24].contiguous())
@@ -206,11 +206,11 @@ def test_rows_may_stand_apart_and_the_weight_may_change_once_it_is_packed(level,
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["linear", "int8_linear"])
-def test_a_gated_product_is_the_twins(level, dtype, name):
+def test_a_gated_product_equals_its_twin(level, dtype, name):
     weight, bias = random(96, 64, dtype=dtype) / 8, random(96, dtype=dtype, seed=1)
     layer = getattr(CpuKernels(level), name)(weight, bias, gated=True)
     twin = {"linear": linear, "int8_linear": int8_linear}[name](weight, bias, gated=True)
-    # The last ones are more than one chunk of converted rows, and three panels for each.
+    # The last number of rows takes more than one chunk of converted rows, with three panels each.
     for num_tokens in (1, 5, 29, NUM_IN_TWO_CHUNKS):
         x = random(num_tokens, 64, dtype=dtype, seed=2)
         torch.testing.assert_close(layer(x), twin(x), rtol=2e-2, atol=4 * TOLERANCES[dtype])
@@ -219,14 +219,14 @@ def test_a_gated_product_is_the_twins(level, dtype, name):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outputs_and_inputs", [(31, 6), (32, 64), (70, 1536)])
-def test_an_int8_product_in_cpp_is_the_twins_and_the_same_bits_in_any_batch(level, dtype, outputs_and_inputs):
+def test_an_int8_product_in_cpp_equals_its_twin_and_has_the_same_bits_in_any_batch(level, dtype, outputs_and_inputs):
     num_outputs, num_inputs = outputs_and_inputs
     weight, bias = random(num_outputs, num_inputs, dtype=dtype), random(num_outputs, dtype=dtype, seed=1)
     layer = CpuKernels(level).int8_linear(weight, bias, widened=True)
     twin = int8_linear(weight, bias, widened=True)
     x = random(NUM_IN_TWO_CHUNKS, num_inputs, dtype=dtype, seed=2)
     together = layer(x)
-    # Where bfloat16 is multiplied as integers, it is rounded by less than a tenth of what it has been rounded before.
+    # bfloat16 that is multiplied as integers is rounded once more, by less than a tenth of its own rounding.
     each = 7e-4 if dtype is torch.bfloat16 and level in INTEGER_LEVELS else 2e-5
     torch.testing.assert_close(together, twin(x), rtol=1e-5, atol=each * num_inputs**0.5)
     parts = x.split([1, 2, 3, 5, 11, 9, NUM_IN_TWO_CHUNKS - 31])
@@ -243,7 +243,7 @@ def coded_and_plain(monkeypatch, level, weight, *, gated=False):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("outputs_and_inputs", [(1, 2), (33, 70), (96, 574), (64, 1532)])
-def test_a_coded_weight_gives_the_bits_of_the_plain_one(monkeypatch, level, outputs_and_inputs):
+def test_a_coded_weight_gives_the_bits_of_a_plain_one(monkeypatch, level, outputs_and_inputs):
     num_outputs, num_inputs = outputs_and_inputs
     weight = random(num_outputs, num_inputs, dtype=torch.bfloat16)
     coded, plain = coded_and_plain(monkeypatch, level, weight)
@@ -256,10 +256,10 @@ def test_a_coded_weight_gives_the_bits_of_the_plain_one(monkeypatch, level, outp
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("num_inputs", [128, 130])  # units of two inputs: an even number of them, and an odd one
-def test_a_coded_weight_may_be_gated_and_hold_anything(monkeypatch, level, num_inputs):
+def test_a_coded_weight_may_be_gated_and_hold_any_value(monkeypatch, level, num_inputs):
     weight = random(64, num_inputs, dtype=torch.bfloat16)
     rare = torch.tensor([0.0, -0.0, 1e-30, -3e38, 1e-40, -2e-35, torch.inf, 7e10, -torch.inf], dtype=torch.bfloat16)
-    # Two in one unit, a panel's first and last places, each of its quarters, and one output that is nothing else.
+    # Two in one unit, the first and last places of a panel, each of its quarters; and one output that is all zeros.
     places = [(0, 0), (0, 1), (0, -1), (31, 0), (31, -1), (20, 3), (32, 0), (40, 64), (63, 0)]
     for place, value in zip(places, rare, strict=True):
         weight[place] = value
@@ -273,7 +273,7 @@ def test_a_coded_weight_may_be_gated_and_hold_anything(monkeypatch, level, num_i
 
 
 @pytest.mark.skipif(not LEVELS, reason="the C++ kernels were not built")
-def test_a_weight_of_too_many_kinds_stays_plain(monkeypatch):
+def test_a_weight_with_too_many_different_values_stays_plain(monkeypatch):
     bits = torch.randint(-(1 << 15), 1 << 15, (64, 64), generator=torch.Generator().manual_seed(0))
     coded, plain = coded_and_plain(monkeypatch, LEVELS[0], bits.to(torch.int16).view(torch.bfloat16))
     assert coded.form is Form.PLAIN
@@ -281,7 +281,7 @@ def test_a_weight_of_too_many_kinds_stays_plain(monkeypatch):
     torch.testing.assert_close(coded(x), plain(x), rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_quantized_weight_is_off_by_half_a_step_at_most_and_zero_stays_zero():
+def test_a_quantized_weight_is_off_by_at_most_half_a_step_and_zero_stays_zero():
     weight = random(5, 40, dtype=torch.float32)
     weight[3] = 0
     integers, scales = quantized(weight)
@@ -292,7 +292,7 @@ def test_a_quantized_weight_is_off_by_half_a_step_at_most_and_zero_stays_zero():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_not_finite_stays_in_its_row(level):
+def test_values_that_are_not_finite_affect_only_their_row(level):
     layer = CpuKernels(level).linear(random(32, 64, dtype=torch.bfloat16), None)
     x = random(9, 64, dtype=torch.bfloat16, seed=1)
     expected = layer(x)
@@ -327,14 +327,14 @@ def test_arguments_that_do_not_fit_are_refused_with_their_shapes():
 
 
 @pytest.mark.skipif(not LEVELS, reason="the C++ kernels were not built")
-def test_a_gates_outputs_are_not_widened():
+def test_the_outputs_of_a_gate_are_not_widened():
     with pytest.raises(ValueError, match="what a gate gives is not widened"):
         CpuKernels().linear(random(64, 6, dtype=torch.float32), None, widened=True, gated=True)
 
 
 @pytest.mark.skipif(not LEVELS, reason="the C++ kernels were not built")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_multiplies_only_what_can_not_be_packed(dtype):
+def test_torch_multiplies_only_what_cannot_be_packed(dtype):
     operations = choice.cpp(CpuKernels())
     assert type(operations.linear(random(8, 6, dtype=dtype), None)) is CpuLinear
     assert type(operations.linear(random(8, 5, dtype=dtype), None)) is PlainLinear

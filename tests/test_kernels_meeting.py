@@ -1,4 +1,4 @@
-"""Sums and rows that processes make together through shared memory; here each is a thread with a mapping of its own."""
+"""Sums and gathers of processes through shared memory; here each process is a thread with a mapping of its own."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +17,7 @@ def meetings(size, level=None, timeout_s=20.0):
 
 
 def at_all(meetings, act):
-    """What `act(rank, meeting)` gives at each, all at the same time."""
+    """The results of `act(rank, meeting)` in all of them at the same time."""
     with ThreadPoolExecutor(len(meetings)) as pool:
         return list(pool.map(act, range(len(meetings)), meetings))
 
@@ -37,7 +37,7 @@ def test_all_get_the_same_sum_added_in_float32_in_the_order_of_the_ranks(level, 
     assert all(torch.equal(got, expected) for got in at_all(meetings(3, level), act))
 
 
-def test_many_sums_in_a_row_do_not_run_into_each_other():
+def test_many_sums_in_a_row_do_not_mix():
     def act(rank, meeting):
         sums = []
         for turn in range(2000):
@@ -49,7 +49,7 @@ def test_many_sums_in_a_row_do_not_run_into_each_other():
     assert at_all(meetings(2), act) == [[2.0 * turn + 1 for turn in range(2000)]] * 2
 
 
-def test_what_is_larger_than_a_side_is_summed_in_pieces(monkeypatch):
+def test_a_tensor_larger_than_the_room_is_summed_in_pieces(monkeypatch):
     monkeypatch.setattr(cpu_meeting, "_ROOM", 256)
 
     def act(rank, meeting):
@@ -61,7 +61,7 @@ def test_what_is_larger_than_a_side_is_summed_in_pieces(monkeypatch):
         assert torch.equal(got, torch.arange(1000, dtype=torch.float32) * 3)
 
 
-def test_rows_of_different_sizes_stand_side_by_side(monkeypatch):
+def test_rows_of_different_sizes_are_gathered_side_by_side(monkeypatch):
     monkeypatch.setattr(cpu_meeting, "_ROOM", 64)
     parts = [torch.randn(9, size) for size in (5, 3, 6)]
     for got in at_all(meetings(3), lambda rank, meeting: meeting.gather(parts[rank], [5, 3, 6])):
@@ -75,13 +75,13 @@ def test_ranks_that_drew_different_tokens_go_on_with_those_of_the_first():
     assert at_all(meetings(3), act) == [[10, 20]] * 3
 
 
-def test_who_does_not_come_is_named():
+def test_a_rank_that_does_not_come_is_named():
     first, _ = meetings(2, timeout_s=0.05)
     with pytest.raises(TimeoutError, match=r"rank 1 did not come within 0\.05 s"):
         first.sum(torch.ones(3))
 
 
-def test_what_is_no_tensor_of_a_cpu_side_by_side_is_refused():
+def test_tensors_that_do_not_fit_are_refused():
     (alone,) = meetings(1)
     with pytest.raises(ValueError, match="contiguous"):
         alone.sum(torch.ones(4, 4).t())

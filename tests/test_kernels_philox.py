@@ -1,4 +1,4 @@
-"""Philox against its authors' known answers, and the Gumbel noise made of it."""
+"""Philox against its authors' known answers, and the Gumbel noise made from it."""
 
 import math
 
@@ -31,7 +31,7 @@ def column(*values):
     return torch.tensor(values, dtype=torch.int64)
 
 
-def test_noise_of_a_token_is_made_of_its_own_lane_of_its_own_counter():
+def test_noise_of_a_token_comes_from_its_own_lane_of_its_own_counter():
     seed, position, sequence_index, token_id = 0x123456789ABCDEF0, 7, 2, 4 * 5 + 3
     words = philox_4x32(
         (column(5), column(position), column(sequence_index), column(0)), (column(0x9ABCDEF0), column(0x12345678))
@@ -42,7 +42,7 @@ def test_noise_of_a_token_is_made_of_its_own_lane_of_its_own_counter():
 
 
 @pytest.mark.parametrize("vocabulary_size", [1, 4, 7, 130])
-def test_noise_of_chosen_tokens_is_the_noise_of_all_at_their_places(vocabulary_size):
+def test_noise_of_some_tokens_is_their_part_of_the_noise_of_all(vocabulary_size):
     names = (column(1, -1), column(5, 6), column(0, 3))
     everything = gumbel_noise_of_all(vocabulary_size, *names)
     assert everything.shape == (2, vocabulary_size)
@@ -50,7 +50,7 @@ def test_noise_of_chosen_tokens_is_the_noise_of_all_at_their_places(vocabulary_s
     assert torch.equal(gumbel_noise(ids, *names), everything.flip(-1))
 
 
-def test_noise_changes_with_each_of_its_names():
+def test_noise_changes_with_each_of_its_keys():
     base = gumbel_noise_of_all(64, column(1), column(1), column(1))
     others = [(column(2), column(1), column(1)), (column(1), column(2), column(1)), (column(1), column(1), column(2))]
     others.append((column(1 + (1 << 32)), column(1), column(1)))

@@ -9,7 +9,7 @@ import torch
 from kernels import reference
 
 BLOCK_SIZE = 4
-# A unit in the last place of a result near one.
+# One unit in the last place of a result near one.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
@@ -73,20 +73,20 @@ BATCHES = {
 
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(1, 1), (3, 1), (8, 2), (9, 3), (8, 1)])
-def test_paged_attention_equals_attention_over_the_slots_that_the_tables_name(rows, num_heads, num_kv_heads):
+def test_paged_attention_equals_attention_over_the_slots_in_the_tables(rows, num_heads, num_kv_heads):
     case = attention_case(rows, num_heads, num_kv_heads)
     torch.testing.assert_close(reference.paged_attention(*case).double(), naive_attention(*case), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("window, softcap", [(1, None), (3, None), (8, 0.5), (1000, None), (None, 0.5)])
-def test_a_query_sees_no_more_than_its_window_and_scores_keep_within_their_cap(rows, window, softcap):
+def test_a_query_sees_only_its_window_and_scores_stay_within_their_cap(rows, window, softcap):
     case = (*attention_case(rows, num_heads=6, num_kv_heads=2), window, softcap)
     torch.testing.assert_close(reference.paged_attention(*case).double(), naive_attention(*case), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"softcap": 0.0}])
-def test_a_window_or_cap_of_nothing_is_refused(wrong):
+def test_a_window_or_cap_of_zero_or_less_is_refused(wrong):
     with pytest.raises(ValueError, match="positive"):
         reference.paged_attention(*attention_case([(1, 1)], 1, 1), **wrong)
 
@@ -97,18 +97,18 @@ def test_paged_attention_in_bfloat16_stays_close():
 
 
 @pytest.mark.parametrize("dtype, cache_dtype", list(itertools.permutations(TOLERANCES, 2)))
-def test_queries_and_a_cache_of_two_dtypes_meet_in_float32(dtype, cache_dtype):
+def test_queries_and_a_cache_of_different_dtypes_are_computed_in_float32(dtype, cache_dtype):
     for scores in ((None, None), (3, 0.5)):
         q, k_cache, v_cache, *others = attention_case(BATCHES["mixed"], num_heads=6, num_kv_heads=2, dtype=dtype)
         case = (q, k_cache.to(cache_dtype), v_cache.to(cache_dtype), *others, *scores)
         out = reference.paged_attention(*case)
         assert out.dtype == dtype
-        # Nothing is rounded but the result.
+        # Only the result is rounded.
         expected = naive_attention(*case).to(dtype)
         torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
-def test_paged_attention_takes_queries_out_of_a_fused_projection():
+def test_paged_attention_takes_queries_from_a_fused_projection():
     q, *others = attention_case(BATCHES["mixed"], num_heads=4, num_kv_heads=2)
     fused = torch.randn(q.shape[0], 4 + 2 + 2, q.shape[2])
     fused[:, :4] = q
@@ -118,7 +118,7 @@ def test_paged_attention_takes_queries_out_of_a_fused_projection():
 
 
 @pytest.mark.parametrize("rows", [[(1, 5)], [(5, 5)], [(2, 5)]], ids=["decode", "prompt", "chunk"])
-def test_paged_attention_never_sees_what_stands_behind_the_context(rows):
+def test_paged_attention_never_reads_behind_the_context(rows):
     q, k_cache, v_cache, tables, *others = attention_case(rows, num_heads=1, num_kv_heads=1)
     before = reference.paged_attention(q, k_cache, v_cache, tables, *others)
     last = tables[0, 1].item()
@@ -156,8 +156,8 @@ def test_reshape_and_cache_writes_each_token_into_its_slot_and_skips_padding():
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_keys_and_values_are_rounded_to_the_caches_dtype(cache_dtype):
-    """To the nearest, ties to even; what float16 has no room for becomes infinite."""
+def test_keys_and_values_are_rounded_to_the_dtype_of_the_cache(cache_dtype):
+    """To the nearest, ties to even; what is too large for float16 becomes infinite."""
     k = torch.tensor([[[1.0, 1.00390625, 1.01171875, 1e5]]])
     k_cache, v_cache = caches(1, dtype=cache_dtype)
     reference.reshape_and_cache(k, -k, k_cache, v_cache, torch.tensor([2]))
@@ -209,7 +209,7 @@ def test_copy_blocks_reads_every_block_before_it_writes_any():
     assert contents(cache) == [3, 0, 1, 3]
 
 
-def test_blocks_that_are_copied_and_not_written_go_straight_over():
+def test_copy_blocks_copies_blocks_that_are_not_overwritten():
     cache = numbered_cache(5)
     reference.copy_blocks(cache, torch.tensor([[3, 0], [3, 1], [4, 2]]))
     assert contents(cache) == [3, 3, 4, 3, 4]
@@ -223,7 +223,7 @@ def test_swap_blocks_copies_between_pools_in_all_layers():
     assert contents(gpu) == [3, 1, 101, 3]
 
 
-def test_swap_blocks_of_no_pairs_does_nothing_and_misfits_are_refused():
+def test_swap_blocks_of_no_pairs_does_nothing_and_pools_that_do_not_fit_are_refused():
     cache = numbered_cache(2)
     reference.copy_blocks(cache, torch.empty(0, 2, dtype=torch.int64))
     assert contents(cache) == [0, 1]
@@ -245,7 +245,7 @@ def test_rms_norm_equals_hugging_faces(dtype):
     assert torch.equal(x, before)
 
 
-def test_add_rms_norm_adds_in_place_and_gives_the_norm_of_the_sum():
+def test_add_rms_norm_adds_in_place_and_returns_the_norm_of_the_sum():
     x, residual, weight = torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 1.0]]), torch.tensor([1.0, 2.0])
     out = reference.add_rms_norm(x, residual, weight, 0.0)
     assert residual.tolist() == [[3, 4]]
@@ -266,12 +266,12 @@ def test_rotary_embedding_equals_hugging_faces(dtype):
     expected, _ = apply_rotary_pos_emb(heads, heads, cos.repeat(1, 2), sin.repeat(1, 2))
     fused = torch.cat([heads, torch.ones(7, 2, 8, dtype=dtype)], dim=1)
     reference.rotary_embedding(fused[:, :5], cos, sin)
-    # In bfloat16 ours rounds once where theirs rounds twice.
+    # In bfloat16, ours rounds once and theirs twice.
     torch.testing.assert_close(fused[:, :5], expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-6, rtol=0)
     assert (fused[:, 5:] == 1).all()
 
 
-def test_rotary_embedding_turns_a_quarter_and_refuses_misfits():
+def test_rotary_embedding_turns_by_a_quarter_and_refuses_arguments_that_do_not_fit():
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
     reference.rotary_embedding(x, torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
     assert x.tolist() == [[[-3, 2, 1, 4]]]
@@ -287,7 +287,7 @@ def test_silu_and_mul_gates_the_second_half_by_the_first():
 
 
 @pytest.mark.parametrize("approximate, half", [("none", 0.5 * (1 + math.erf(1 / 2**0.5))), ("tanh", 0.8411919906)])
-def test_gelu_is_x_times_the_gaussians_integral_alone_and_as_a_gate(approximate, half):
+def test_gelu_is_x_times_the_gaussian_integral_alone_and_as_a_gate(approximate, half):
     x = torch.tensor([[1.0, 0.0, 3.0, 5.0]])
     assert reference.gelu(x, approximate)[0, :2].tolist() == pytest.approx([half, 0])
     assert reference.gelu_and_mul(x, approximate).tolist() == [pytest.approx([3 * half, 0])]
@@ -296,7 +296,7 @@ def test_gelu_is_x_times_the_gaussians_integral_alone_and_as_a_gate(approximate,
             refused()
 
 
-def test_sample_tokens_takes_the_best_of_greedy_rows_and_what_the_filters_keep_of_the_others():
+def test_sample_tokens_takes_the_best_token_of_greedy_rows_and_a_kept_one_of_the_others():
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.5]]).repeat(6, 1)
     heats = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0])
     top_k, top_p = torch.tensor([4, 1, 4, 4, 2, 2]), torch.tensor([1.0, 1.0, 0.3, 1.0, 1.0, 1.0])

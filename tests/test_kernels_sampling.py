@@ -50,28 +50,28 @@ def columns(filters, size):
 
 
 @pytest.mark.parametrize("size", [1, 6, 1000, 20_001])
-def test_a_draw_is_the_twins(kernels, size):
+def test_a_draw_equals_that_of_the_twin(kernels, size):
     logits = 3 * torch.randn(5, size, generator=torch.Generator().manual_seed(size))
     heat = torch.tensor([0.7, 1e-5, 100.0, 0.0, 1.3])
     assert kernels.sample_tokens(logits, heat, *names(5)).equal(reference.sample_tokens(logits, heat, *names(5)))
 
 
-def test_tokens_that_tie_with_the_last_one_of_a_top_k_count_for_a_top_p(kernels):
+def test_tokens_that_tie_with_the_last_one_of_a_top_k_count_in_top_p(kernels):
     logits = torch.linspace(0, -1, 300).repeat(40, 1)
     logits = torch.cat([logits, torch.full((40, 3700), -1.0)], 1)
     for sample_tokens in (kernels.sample_tokens, reference.sample_tokens):
         drawn = sample_tokens(logits, torch.ones(40), *names(40), columns([(300, 0.9, 0.0)] * 40, 4000))
-        assert (drawn >= 300).sum() > 20, "they have nearly all of the mass"
+        assert (drawn >= 300).sum() > 20, "they have nearly all of the probability"
 
 
 @pytest.mark.parametrize("size, heat", [(1, 1.0), (40, 4.0), (5000, 0.5), (5000, 1.0), (20_001, 2.0)])
-def test_a_filtered_draw_is_the_twins(kernels, size, heat):
+def test_a_filtered_draw_equals_that_of_the_twin(kernels, size, heat):
     logits = 2 * torch.randn(len(FILTERS), size, generator=torch.Generator().manual_seed(size))
     arguments = (torch.full((len(FILTERS),), heat), *names(len(FILTERS)), columns(FILTERS, size))
     assert kernels.sample_tokens(logits, *arguments).equal(reference.sample_tokens(logits, *arguments))
 
 
-def test_thousands_of_draws_are_the_twins_and_as_likely_as_the_model_says(kernels):
+def test_thousands_of_draws_equal_the_twins_and_follow_the_distribution(kernels):
     logits = torch.tensor([[1.0, 0.0, 2.0, -1.0, -torch.inf, 0.5]]).expand(4000, -1).contiguous()
     heat, rows = torch.ones(4000), names(4000)
     found = kernels.sample_tokens(logits, heat, *rows)
@@ -80,7 +80,7 @@ def test_thousands_of_draws_are_the_twins_and_as_likely_as_the_model_says(kernel
     assert (shares - logits[0].softmax(-1)).abs().max() < 0.03
 
 
-def test_the_best_token_is_the_first_of_those_that_tie_and_ties_with_the_last_one_kept_are_kept(kernels):
+def test_the_best_token_is_the_first_of_a_tie_and_ties_with_the_last_kept_token_are_kept(kernels):
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, -3.0]]).expand(40, -1).contiguous()
     assert kernels.sample_tokens(logits, torch.zeros(40), *names(40)).eq(1).all()
     kept = kernels.sample_tokens(logits, torch.ones(40), *names(40), columns([(3, 1.0, 0.0)] * 40, 6))
@@ -95,7 +95,7 @@ def test_a_forbidden_token_is_never_drawn(kernels):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_no_distribution_gets_some_token_and_spoils_no_other(kernels, value):
+def test_a_row_that_is_no_distribution_gets_some_token_and_spoils_no_other_row(kernels, value):
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
     arguments = (torch.ones(3), *names(3), columns([(20, 0.9, 0.0)] * 3, 1000))
     expected = kernels.sample_tokens(logits, *arguments)
@@ -105,7 +105,7 @@ def test_a_row_that_is_no_distribution_gets_some_token_and_spoils_no_other(kerne
     assert found[[0, 2]].equal(expected[[0, 2]])
 
 
-def test_rows_may_stand_apart_and_typical_sampling_is_the_twins(kernels):
+def test_rows_may_be_strided_and_typical_sampling_equals_the_twin(kernels):
     logits = torch.randn(6, 2000, generator=torch.Generator().manual_seed(0))[:, 100:400]
     heat, filters = torch.ones(6), columns(FILTERS[-6:], 300)
     assert kernels.sample_tokens(logits, heat, *names(6)).equal(reference.sample_tokens(logits, heat, *names(6)))

@@ -1,4 +1,4 @@
-"""What C++ makes of logits, against the twins: normalizers and best tokens."""
+"""Normalizers and best tokens of logits in C++, against the twins."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def random(*shape, seed=0):
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 15), (2, 16), (5, 63), (4, 64), (1, 1000), (9, 49152)])
-def test_normalizers_and_best_tokens_are_the_twins(kernels, shape):
+def test_normalizers_and_best_tokens_equal_the_twins(kernels, shape):
     logits = random(*shape)
     normalizers, best = kernels.normalizers_and_best(logits)
     expected, expected_best = reference.normalizers_and_best(logits)
@@ -31,14 +31,14 @@ def test_normalizers_and_best_tokens_are_the_twins(kernels, shape):
     assert best.equal(expected_best)
 
 
-def test_of_best_tokens_that_tie_the_first_is_taken(kernels):
+def test_the_first_of_best_tokens_that_tie_is_taken(kernels):
     logits = random(3, 100)
     logits[0, [7, 50, 99]] = logits[1, [98, 99]] = 40
     logits[2] = 0.25
     assert kernels.normalizers_and_best(logits)[1].tolist() == [7, 98, 0]
 
 
-def test_forbidden_tokens_and_strided_rows_count_as_the_twin_counts_them(kernels):
+def test_forbidden_tokens_and_strided_rows_are_treated_as_by_the_twin(kernels):
     logits = random(4, 300)
     logits[1, 3:] = -INFINITY
     logits[2, :299] = -INFINITY
@@ -51,7 +51,7 @@ def test_forbidden_tokens_and_strided_rows_count_as_the_twin_counts_them(kernels
 
 @pytest.mark.parametrize("value", [INFINITY, float("nan")])
 @pytest.mark.parametrize("place", [0, 40, 99])
-def test_a_row_that_is_no_distribution_has_no_finite_log_probability_and_spoils_no_other(kernels, value, place):
+def test_a_row_that_is_no_distribution_has_no_finite_log_probability_and_spoils_no_other_row(kernels, value, place):
     logits = random(3, 100)
     expected = kernels.normalizers_and_best(logits)
     logits[1, place] = value
@@ -62,7 +62,7 @@ def test_a_row_that_is_no_distribution_has_no_finite_log_probability_and_spoils_
         assert found[[0, 2]].equal(before[[0, 2]])
 
 
-def test_a_row_without_a_token_that_is_allowed_has_no_finite_log_probability(kernels):
+def test_a_row_without_an_allowed_token_has_no_finite_log_probability(kernels):
     logits = torch.full((1, 50), -INFINITY)
     normalizers, best = kernels.normalizers_and_best(logits)
     assert not (logits[0, best[0]] - normalizers[0]).isfinite()
@@ -78,7 +78,7 @@ def test_logits_that_do_not_fit_are_refused(kernels):
 @pytest.mark.parametrize("layer", ["linear", "int8_linear"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 64), (31, 64), (33, 6), (1000, 64), (3000, 320)])
-def test_a_product_scores_its_outputs_as_if_they_were_logits_to_the_last_bit(kernels, shape, dtype, layer, biased):
+def test_a_product_scores_its_outputs_like_logits_to_the_last_bit(kernels, shape, dtype, layer, biased):
     bias = random(shape[0]).to(dtype) if biased else None
     product = getattr(kernels, layer)(random(*shape).to(dtype) / 8, bias, widened=True)
     x = random(40, shape[1]).to(dtype)
@@ -92,14 +92,14 @@ def test_a_product_scores_its_outputs_as_if_they_were_logits_to_the_last_bit(ker
 
 
 def screened(kernels, weight):
-    """A head of that weight with a screen, where the level has screens, and one without."""
+    """Two heads of that weight: one with a screen, if the level has screens, and one without."""
     heads = [kernels.linear(weight, None, widened=True) for _ in range(2)]
     heads[0].make_screen()
     return heads
 
 
 def heads_and_rows():
-    """Weights and rows for which 8 bits are little, by what they are."""
+    """Weights and rows for which 8 bits are few, with descriptions."""
     plain, rows = random(3000, 320) / 8, random(40, 320, seed=1)
     yield "of one size", plain, rows
     yield "of few panels", plain[:97], rows
@@ -122,7 +122,7 @@ HEADS = {name: (weight.bfloat16(), rows.bfloat16()) for name, weight, rows in he
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_by_a_screen_the_best_outputs_are_those_of_all_to_the_last_bit(kernels, name):
+def test_a_screen_finds_the_best_outputs_of_all_to_the_last_bit(kernels, name):
     weight, x = HEADS[name]
     head, plain = screened(kernels, weight)
     expected = plain.score(x)
@@ -130,13 +130,13 @@ def test_by_a_screen_the_best_outputs_are_those_of_all_to_the_last_bit(kernels, 
         normalizers, best, most = head.score(x[rows])
         assert best.equal(expected[1][rows])
         assert most.equal(expected[2][rows])
-        assert normalizers.equal(head.score(x)[0][rows]), "a row's company changes a bit"
+        assert normalizers.equal(head.score(x)[0][rows]), "other rows change a bit"
         size = max(1.0, float(expected[2].abs().max()))
         torch.testing.assert_close(normalizers, expected[0][rows], rtol=0, atol=0.01 * size)
 
 
-def test_a_screen_leaves_outputs_out(kernels):
-    """Of logits that are small all add to the normalizer, and those that were not multiplied by other last digits."""
+def test_a_screen_skips_outputs(kernels):
+    """All small logits add to the normalizer; those that were only estimated change its last digits."""
     weight, x = HEADS["of one size"]
     head, plain = screened(kernels, weight)
     num_same = (head.score(x / 64)[0] == plain.score(x / 64)[0]).sum()
@@ -144,7 +144,7 @@ def test_a_screen_leaves_outputs_out(kernels):
 
 
 def turned(x):
-    """Each 64 inputs by the Hadamard matrix of csrc/screening.hpp, which is its own inverse."""
+    """Multiplies each 64 inputs by the Hadamard matrix of csrc/screening.hpp, which is its own inverse."""
     matrix = torch.ones(1, 1)
     while len(matrix) < 64:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -157,7 +157,7 @@ def in_8_bits(x):
 
 
 def off_by_the_row():
-    """An output that is 8 bits itself, few of them not 0; and integers, but nearly a half more where that is not."""
+    """An output that 8 bits hold exactly, mostly zeros; a row of integers, nearly a half more where it is not zero."""
     output = torch.zeros(320)
     output[::64] = 4.0
     row = (random(320) * 2).round().clamp(-126, 126) + 40.4 * (output > 0)
@@ -166,20 +166,20 @@ def off_by_the_row():
 
 
 def off_by_the_weight():
-    """An output, and a row of just what its 8 bits are off by, 8 bits itself."""
+    """An output, and a row that is just the error of its 8 bits, and that 8 bits hold exactly."""
     outputs = (random(320, seed=seed) / 8 for seed in range(10))
     pairs = ((output, in_8_bits(output - in_8_bits(output))) for output in outputs)
     return next((output, row) for output, row in pairs if output @ row > 3 * row.norm() ** 2)
 
 
 @pytest.mark.parametrize("make", [off_by_the_row, off_by_the_weight])
-def test_a_screen_allows_for_the_worst_row_that_8_bits_can_have_for_an_output(kernels, make):
+def test_a_screen_allows_for_the_worst_error_of_8_bits(kernels, make):
     output, row = make()
     x = turned(row).bfloat16().float()
     logit = float(x @ turned(output).bfloat16().float())
     weight = random(640, 320, seed=11) / 400
     weight[600] = turned(output)
-    # Another one is nearly as good.
+    # Another output is nearly as good.
     weight[5] = x * (logit - 2e-4 * x.norm() * output.norm()) / x.norm().square()
     x = x.bfloat16()
     head, plain = screened(kernels, weight.bfloat16())
@@ -201,7 +201,7 @@ def test_a_product_of_a_row_that_is_not_finite_is_no_distribution_and_spoils_no_
         assert found[[0, 2]].equal(before[[0, 2]])
 
 
-def test_outputs_that_are_no_logits_are_not_scored(kernels):
+def test_outputs_that_are_not_logits_are_not_scored(kernels):
     weight = random(64, 64).bfloat16()
     for options in ({}, {"gated": True}):
         with pytest.raises(ValueError, match="are to be float32 and no gate's"):

@@ -20,7 +20,7 @@ from router.config import RouterSettings
 pytestmark = pytest.mark.slow
 PROMPT = "p"
 STALL = ("--health-stall-s", "1")
-# Of a chain in which both notice a second of silence, with what a busy machine adds.
+# For a chain whose services notice a second of silence, on a busy machine.
 WITHIN_S = 10
 
 
@@ -35,7 +35,7 @@ def asked(max_tokens: int) -> pb.GenerateRequest:
 
 
 async def text_of(call) -> str:
-    """All that is still to come; by `read`, as what came before was."""
+    """All text that is still to come; by `read`, as before."""
     text = ""
     while (message := await call.read()) is not grpc.aio.EOF:
         text += message.outputs[0].text
@@ -54,7 +54,7 @@ class Health:
         self._task = asyncio.create_task(self._watch(HealthStub(channel)))
 
     async def becomes(self, serving: bool) -> None:
-        """The next change that is told, within a bound."""
+        """Waits for the next change, for a limited time."""
         async with asyncio.timeout(WITHIN_S):
             status = await self.told.get()
         assert status == (HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING)
@@ -73,7 +73,7 @@ def site() -> Iterator[Cluster]:
 
 @contextlib.asynccontextmanager
 async def watched(site: Cluster) -> AsyncIterator[tuple[GenerationServiceStub, Health, Health]]:
-    """A client, and the health of router and scheduler as told by Watch, SERVING."""
+    """A client, and the health of router and scheduler from Watch, both SERVING."""
     async with open_channel(site.target) as channel, open_channel(site.scheduler_address(0)) as scheduler:
         healths = Health(channel), Health(scheduler)
         for health in healths:
@@ -81,7 +81,7 @@ async def watched(site: Cluster) -> AsyncIterator[tuple[GenerationServiceStub, H
         yield GenerationServiceStub(channel), *healths
 
 
-async def test_an_idle_worker_that_is_suspended_is_noticed_and_so_is_its_return(site):
+async def test_the_suspension_of_an_idle_worker_is_noticed_and_so_is_its_return(site):
     async with watched(site) as (stub, router, scheduler):
         with site.worker.suspended():
             await scheduler.becomes(serving=False)
@@ -94,7 +94,7 @@ async def test_an_idle_worker_that_is_suspended_is_noticed_and_so_is_its_return(
         await router.becomes(serving=True)
 
 
-async def test_a_busy_worker_that_is_suspended_interrupts_streams_and_ends_none(site):
+async def test_the_suspension_of_a_busy_worker_interrupts_streams_and_ends_none(site):
     async with watched(site) as (stub, router, scheduler):
         stream = stub.Generate(asked(60))
         text = (await stream.read()).outputs[0].text
@@ -106,7 +106,7 @@ async def test_a_busy_worker_that_is_suspended_interrupts_streams_and_ends_none(
         await router.becomes(serving=True)
 
 
-async def test_a_scheduler_that_is_suspended_is_noticed_by_its_router_and_what_comes_waits(site):
+async def test_a_router_notices_that_its_scheduler_is_suspended_and_new_requests_wait(site):
     async with watched(site) as (stub, router, _):
         stream = stub.Generate(asked(60))
         text = (await stream.read()).outputs[0].text
@@ -118,7 +118,7 @@ async def test_a_scheduler_that_is_suspended_is_noticed_by_its_router_and_what_c
         await router.becomes(serving=True)
 
 
-async def test_a_router_that_is_suspended_does_not_blame_its_scheduler_for_it(site):
+async def test_a_suspended_router_does_not_blame_its_scheduler(site):
     (service,) = site.routers.values()
     async with watched(site) as (stub, router, _):
         with service.suspended():
@@ -140,7 +140,7 @@ async def test_a_router_without_a_scheduler_is_up_and_says_so():
             assert info.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_scheduler_that_is_told_to_stop_says_so_and_finishes_what_is_live():
+async def test_a_scheduler_that_is_told_to_stop_is_not_serving_and_finishes_its_live_requests():
     with cluster(step_ms=20) as running:
         async with watched(running) as (stub, router, scheduler):
             stream = stub.Generate(asked(60))
@@ -178,7 +178,7 @@ async def test_ctrl_c_ends_a_router_at_once_while_it_still_takes_calls_and_while
 
 
 class Balancer:
-    """What spreads connections, not calls: the first goes to the first target, the next to the next."""
+    """Spreads connections, not calls: the first goes to the first target, the next to the next."""
 
     def __init__(self, ports: list[int]) -> None:
         self.num_connections = 0
@@ -191,7 +191,7 @@ class Balancer:
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         back, forth = await asyncio.open_connection("127.0.0.1", next(self._ports))
-        with contextlib.suppress(asyncio.CancelledError):  # by the end of the test
+        with contextlib.suppress(asyncio.CancelledError):  # at the end of the test
             await asyncio.gather(pass_on(reader, forth), pass_on(back, writer))
 
 
@@ -206,14 +206,14 @@ async def test_an_aged_connection_keeps_its_stream_while_new_calls_go_to_another
             while channel.get_state() is grpc.ChannelConnectivity.READY:
                 await asyncio.sleep(0.01)
             first, second = running.routers.values()
-            with first.suspended():  # who answers now is the other
+            with first.suspended():  # only the other one can answer now
                 assert (await stub.Complete(asked(3), timeout=WITHIN_S)).outputs[0].text == said(3)
             assert balancer.num_connections == 2
             assert text + await text_of(stream) == said(150)
             assert second.process.poll() is None
 
 
-def test_connections_are_not_aged_by_default_and_their_grace_is_no_less_than_the_drains():
+def test_connections_do_not_age_by_default_and_their_grace_is_at_least_that_of_the_drain():
     assert RouterSettings(model="m").connection_age_options == []
     with pytest.raises(
         ValueError, match=r"max_connection_age_grace_s \(10\) is less than drain_grace_s \(30\): make it"

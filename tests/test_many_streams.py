@@ -1,6 +1,6 @@
 """Thousands of streams at once through the real processes: each is whole and right, or refused by a limit of ours.
 
-The worker answers at once, so the router is what there is too little of. How long deltas take is measured by
+The worker answers at once, so the router is the bottleneck. How long deltas take is measured by
 `python -m bench.scheduler_speed`; here nothing depends on time.
 """
 
@@ -27,7 +27,7 @@ NUM_CONNECTIONS = 4
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Cluster]:
-    # More streams than run at once by default, and steps for all of them.
+    # More streams at once than by default, and steps large enough for all of them.
     with cluster(scheduler_options=("--max-num-seqs", "1024", "--max-num-batched-tokens", "4096")) as running:
         yield running
 
@@ -39,7 +39,7 @@ async def stubs(target: str) -> AsyncIterator[list[GenerationServiceStub]]:
 
 
 async def stream(stub: GenerationServiceStub, number: int, num_tokens: int) -> Refusal | None:
-    """Asks for a text that this number alone has, compares it; gives the refusal, if it was refused."""
+    """Asks for a text that only this number gets, and checks it; returns the refusal if there was one."""
     num_prompt_tokens = 1 + number % len(TEXT)
     request = pb.GenerateRequest(
         request_id=f"stream-{number}",
@@ -72,7 +72,7 @@ def opened(
 
 
 async def burst(target: str, num_streams: int, num_tokens: int) -> list[Refusal]:
-    """Opens all at once; gives the refusals."""
+    """Opens all at once; returns the refusals."""
     async with stubs(target) as each:
         calls = opened(each, num_streams, num_tokens)
         return [refusal for refusal in await asyncio.gather(*calls) if refusal is not None]
@@ -91,7 +91,7 @@ async def test_a_thousand_streams_at_once_are_all_whole_and_right(running):
 
 
 async def test_four_thousand_opened_at_once_all_come_through(running):
-    """With gRPC's own limits of pending calls hundreds of them are killed by chance."""
+    """With gRPC's own limit of pending calls, hundreds of them fail by chance."""
     assert await burst(running.target, 4000, 3) == []
     assert_idle(running)
 
@@ -101,7 +101,7 @@ async def test_a_burst_over_the_routers_limit_is_refused_with_a_delay_and_the_re
     running.start_router(port, "--max-live-requests", "500")
     running.wait_for_serving(port)
     async with stubs(f"127.0.0.1:{port}") as each:
-        # Nobody is done before all are opened, however fast the service is.
+        # No stream ends before all are opened, however fast the service is.
         with running.worker.suspended():
             calls = opened(each, 4000, 3)
             refusals = [await call for call in itertools.islice(asyncio.as_completed(calls), 3500)]

@@ -1,8 +1,8 @@
 """Memory pressure changes nothing: the real model, under the real core, says the same with many blocks and with few.
 
 Forty requests, greedy, sampled, n = 4 and beams of 4, in float32, in this process: the plan of each step goes straight
-to the model runner, and what it answers to the core, with the next step or without it in between, behind the same
-sequences or beside them. Beams are held against Hugging Face's as well.
+to the model runner, and the answer to the core, before or after the next step is planned, with the same
+sequences or others. Beams are compared with Hugging Face's as well.
 """
 
 import random
@@ -81,7 +81,7 @@ def answers(deployment: Deployment, tokenizer, preempt_share: float = 0.0) -> li
 
 @pytest.fixture(scope="module")
 def ample(weights, tokenizer):
-    """What the requests give when nothing is short, and the blocks that they took."""
+    """The answers when there is no shortage, and the blocks that they took."""
     deployment = start(weights)
     outputs = answers(deployment, tokenizer)
     assert deployment.core.num_preemptions == 0
@@ -122,7 +122,7 @@ def test_swapping_changes_no_token(weights, tokenizer, ample, steps):
     assert bool(deployment.num_accepted) == bool(steps.get("num_speculative_tokens"))
 
 
-def test_computing_every_prefix_anew_changes_no_token(weights, tokenizer, ample):
+def test_computing_every_prefix_again_changes_no_token(weights, tokenizer, ample):
     deployment = start(weights, prefix_caching=False)
     assert answers(deployment, tokenizer) == ample[0]
     assert deployment.core.num_found_tokens == 0
@@ -139,7 +139,7 @@ def test_classic_steps_change_no_token(weights, tokenizer, ample):
 
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, pytest.param(PreemptionMode.SWAP, marks=pytest.mark.long)])
-def test_preempting_anyone_at_any_step_changes_no_token(weights, tokenizer, ample, mode, depth):
+def test_preempting_any_request_at_any_step_changes_no_token(weights, tokenizer, ample, mode, depth):
     deployment = start(weights, num_swap_blocks=AMPLE, preemption_mode=mode, max_steps_in_flight=depth)
     assert answers(deployment, tokenizer, preempt_share=0.3) == ample[0]
     assert deployment.core.num_preemptions > 100
@@ -155,7 +155,7 @@ def reference(model_dir):
     ("early_stopping", "told", "length_penalty"),
     [(EarlyStopping.FALSE, False, 1.0), (EarlyStopping.TRUE, True, 0.5), (EarlyStopping.NEVER, "never", 2.0)],
 )
-def test_beams_are_hugging_faces(weights, tokenizer, reference, early_stopping, told, length_penalty):
+def test_beams_equal_those_of_hugging_face(weights, tokenizer, reference, early_stopping, told, length_penalty):
     width = 4
     deployment = start(weights)
     prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS[:10]]

@@ -56,7 +56,7 @@ class Scrapes:
         return await asyncio.to_thread(fetch, port, "/metrics", accept)
 
     async def values(self, port: int) -> dict[tuple, float]:
-        """By name, then the values of the labels but model_name, in order of the labels' names."""
+        """By name, then the values of all labels except model_name, in order of the labels' names."""
         values = {}
         for family in parse(await self.text(port)):
             for sample in family.samples:
@@ -74,7 +74,7 @@ async def scraped_plane(worker: FakeWorker | None = None, router: dict[str, obje
         yield plane, scrapes
 
 
-async def test_one_request_is_told_of_by_both_services():
+async def test_both_services_count_a_request():
     async with scraped_plane(num_speculative_tokens=0) as (plane, scrapes):
         await plane.generation.Complete(request("hello", max_tokens=9))
         router = await scrapes.values(scrapes.router)
@@ -115,7 +115,7 @@ async def test_one_request_is_told_of_by_both_services():
         assert ("pagewire_draft_tokens_total",) not in scheduler, "nothing is drafted here"
 
 
-async def test_what_is_computed_ahead_is_told_of_and_how_much_of_it_was_right():
+async def test_draft_tokens_are_counted_and_how_many_of_them_were_right():
     async with scraped_plane(FakeWorker(lambda index, position: 7 + position % 2)) as (plane, scrapes):
         await plane.generation.Complete(request("hello", max_tokens=20))
         scheduler = await scrapes.values(scrapes.scheduler)
@@ -134,7 +134,7 @@ async def test_a_repeated_prompt_counts_as_cached():
         assert scheduler["pagewire_cached_prompt_tokens_total",] == scheduler["vllm:prefix_cache_hits_total",] == 12
 
 
-async def test_queues_and_blocks_are_told_as_they_are():
+async def test_queues_and_blocks_are_shown_as_they_are():
     worker = FakeWorker()
     async with scraped_plane(worker, max_num_seqs=1) as (plane, scrapes):
         worker.gate.clear()
@@ -170,7 +170,7 @@ async def test_the_router_has_no_gauges_of_a_scheduler_it_does_not_hear():
             await asyncio.sleep(0.05)
 
 
-async def test_the_gauges_of_several_schedulers_are_added_up_and_their_caches_taken_as_one():
+async def test_the_gauges_of_several_schedulers_are_added_up_and_their_caches_count_as_one():
     scrapes, schedulers = Scrapes(), (FakeScheduler(num_blocks=64), FakeScheduler(num_blocks=192))
     loads = {"num_waiting": 1, "num_running": 2, "kv_usage": 0.5}, {"num_running": 3, "kv_usage": 0.25}
     async with router_alone(*schedulers, metrics_listen=f"127.0.0.1:{scrapes.router}") as plane:
@@ -192,7 +192,7 @@ async def test_the_gauges_of_several_schedulers_are_added_up_and_their_caches_ta
         assert (await until_hearing(1))["pagewire_kv_cache_usage_ratio",] == pytest.approx(0.25)
 
 
-async def test_refusals_cancellations_and_deadlines_are_counted_by_what_they_are():
+async def test_refusals_cancellations_and_deadlines_are_counted_by_their_codes():
     worker = FakeWorker()
     async with scraped_plane(worker, max_num_seqs=1, max_waiting_requests=1) as (plane, scrapes):
         complete = plane.generation.Complete
@@ -227,7 +227,7 @@ async def test_refusals_cancellations_and_deadlines_are_counted_by_what_they_are
         assert values["pagewire_request_success_total", "abort"] == 2
 
 
-async def test_a_call_that_is_refused_unread_counts_as_what_its_method_is(tmp_path):
+async def test_a_call_that_is_refused_unread_counts_under_the_kind_of_its_method(tmp_path):
     (tmp_path / "tokens.toml").write_text("")
     guarded = {"auth_tokens": tmp_path / "tokens.toml", "admin_listen": f"127.0.0.1:{free_port()}"}
     async with scraped_plane(router=guarded) as (plane, scrapes):
@@ -253,12 +253,12 @@ async def test_both_formats_are_valid_and_labelled_with_the_model():
                 check = await asyncio.to_thread(
                     subprocess.run, [promtool, "check", "metrics"], input=text, capture_output=True, text=True
                 )
-                # It minds the names that vLLM chose.
+                # It objects to names that vLLM chose.
                 complaints = [line for line in check.stderr.splitlines() if not line.startswith("vllm:")]
                 assert not complaints
 
 
-async def test_a_scraper_that_stops_in_the_middle_holds_up_nobody():
+async def test_a_scraper_that_stops_in_the_middle_delays_no_other():
     async with scraped_plane() as (plane, scrapes):
         with socket.create_connection(("127.0.0.1", scrapes.router)) as stuck:
             stuck.sendall(b"GET /metr")
@@ -287,7 +287,7 @@ async def test_a_port_in_use_is_named():
     ("address", "words"),
     [("127.0.0.1:99999", "ports go from 0 to 65535"), ("nobody.invalid:1", "(?!.*process)")],
 )
-def test_an_address_for_metrics_that_can_not_be_bound_is_named_with_what_is_wrong(address, words):
+def test_an_address_for_metrics_that_cannot_be_bound_is_named_with_the_reason(address, words):
     with pytest.raises(CannotListen, match=f"cannot listen on {address} for metrics: {words}"):
         MetricsServer(address, empty())
 
@@ -329,7 +329,7 @@ async def test_the_documentation_lists_every_metric_with_its_kind_and_its_aliase
     for service, metrics in services.items():
         for metric in metrics:
             row = wanted.setdefault(metric.name, (metric.kind, set(), set(metric.aliases)))
-            assert (row[0], row[2]) == (metric.kind, set(metric.aliases)), "two services mean different things by it"
+            assert (row[0], row[2]) == (metric.kind, set(metric.aliases)), "two services use it for different things"
             row[1].add(service)
     told = {}
     for line in DOCS.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Records: a scheduler's calls and decisions on file, and the same decisions from that file."""
+"""Records: a scheduler's calls and decisions in a file, and the same decisions made again from that file."""
 
 import errno
 import io
@@ -45,7 +45,7 @@ class Disk(io.BytesIO):
         return len(line)
 
     def close(self) -> None:
-        """Keeps what is in it."""
+        """Keeps its content."""
 
 
 def recorded(disk: Disk, **options) -> Scheduler:
@@ -70,7 +70,7 @@ def replayed(data: bytes, **options) -> int:
 
 
 class RecordedMachine(SchedulerMachine):
-    """The random walks of the scheduler's own test, each one replayed at its end."""
+    """The random walks of the scheduler's own test; each is replayed at its end."""
 
     def new_core(self, policy: Policy, blocks: BlockManager) -> Scheduler:
         core = super().new_core(policy, blocks)
@@ -95,7 +95,7 @@ RecordedMachine.TestCase.settings = settings(max_examples=40, stateful_step_coun
 TestRecordedMachine = RecordedMachine.TestCase
 
 
-def test_a_record_tells_what_was_decided_and_that_it_is_the_same(capsys):
+def test_a_replay_tells_what_was_decided_and_that_it_is_the_same(capsys):
     disk = Disk()
     some_service(disk)
     assert replayed(disk.getvalue(), check=True, request_id="r") == 0
@@ -109,7 +109,7 @@ def test_a_record_tells_what_was_decided_and_that_it_is_the_same(capsys):
     assert told.endswith("result    every decision is the same\n")
 
 
-def test_the_story_of_a_request_that_was_refused_is_that_it_was(capsys):
+def test_the_story_of_a_refused_request_is_its_refusal(capsys):
     disk = Disk()
     core = recorded(disk, num_blocks=6)
     with pytest.raises(ValueError, match="more than the 8") as refused:
@@ -118,7 +118,7 @@ def test_the_story_of_a_request_that_was_refused_is_that_it_was(capsys):
     assert f"refused: {refused.value}\n" in capsys.readouterr().out
 
 
-def test_a_request_that_is_not_in_the_record_is_an_error_after_all_else_was_told(capsys):
+def test_a_request_that_is_not_in_the_record_is_an_error_after_the_whole_replay(capsys):
     disk = Disk()
     some_service(disk)
     with pytest.raises(NoSuchRequest, match="no request 'nope' in this record"):
@@ -147,7 +147,7 @@ def test_the_first_decision_that_differs_is_shown_as_it_was_and_as_it_is(then, n
     assert re.search(difference, capsys.readouterr().out)
 
 
-def test_an_invariant_that_does_not_hold_is_told_with_its_step(monkeypatch, capsys):
+def test_a_violated_invariant_is_reported_with_its_step(monkeypatch, capsys):
     disk = Disk()
     some_service(disk)
 
@@ -168,7 +168,7 @@ def test_a_record_that_is_cut_off_anywhere_is_good_up_to_its_last_whole_line(cap
         assert capsys.readouterr().out.endswith("cut off\n") is not data[:end].endswith(b"\n")
 
 
-def test_what_failed_is_the_last_call_of_its_record_and_fails_again(capsys):
+def test_a_call_that_failed_is_the_last_of_its_record_and_fails_again(capsys):
     disk = Disk()
     core = some_service(disk)
     core.schedule(9.0)
@@ -192,12 +192,12 @@ def test_a_full_disk_ends_the_record_and_nothing_else(caplog):
     assert replayed(full.getvalue()) == 0
 
 
-def test_what_reads_the_core_is_no_input_and_all_else_is():
+def test_methods_that_only_read_the_core_are_no_inputs_and_all_others_are():
     public = {name for name, member in vars(Scheduler).items() if callable(member) and not name.startswith("_")}
     assert public - READERS == set(INPUTS), "does it change the core? Then a record needs it"
 
 
-def test_a_scheduler_that_is_started_again_keeps_the_records_before(tmp_path):
+def test_a_restarted_scheduler_keeps_earlier_records(tmp_path):
     for _ in range(3):
         recorder = Recorder.open(tmp_path / "record")
         recorder.attach(make(), {})
@@ -208,7 +208,7 @@ def test_a_scheduler_that_is_started_again_keeps_the_records_before(tmp_path):
 
 
 @pytest.mark.parametrize(("place", "words"), [("", "Is a directory"), ("nowhere/record", "No such file or directory")])
-def test_a_record_that_can_not_be_begun_is_refused_at_the_start(place, words, tmp_path, monkeypatch, capsys):
+def test_a_record_that_cannot_be_begun_is_refused_at_the_start(place, words, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["scheduler", "--record", str(tmp_path / place)])
     monkeypatch.setattr("protos.process.start_logging", lambda *_: None)
     with pytest.raises(SystemExit) as end:
@@ -217,7 +217,7 @@ def test_a_record_that_can_not_be_begun_is_refused_at_the_start(place, words, tm
     assert f"--record: cannot write {tmp_path / place}: {words}" in capsys.readouterr().err
 
 
-def test_a_scheduler_that_is_started_again_on_a_full_disk_serves(monkeypatch, caplog):
+def test_a_restarted_scheduler_serves_on_a_full_disk(monkeypatch, caplog):
     def full(path: Path) -> Recorder:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -270,7 +270,7 @@ class Unreadable(io.BytesIO):
         raise OSError(errno.EIO, "Input/output error")
 
 
-def test_a_file_that_can_not_be_read_is_refused():
+def test_a_file_that_cannot_be_read_is_refused():
     with pytest.raises(NotReplayable, match="Input/output error"):
         Replayer(Unreadable())
 
@@ -279,7 +279,7 @@ def test_a_file_that_can_not_be_read_is_refused():
     ("output", "words"),
     [("a closed pipe", ""), ("/dev/full", "pagewire replay: standard output: No space left on device\n")],
 )
-def test_what_is_told_and_can_not_be_written_is_no_fault_of_the_record(output, words, tmp_path):
+def test_output_that_cannot_be_written_is_not_blamed_on_the_record(output, words, tmp_path):
     disk = Disk()
     some_service(disk)
     (tmp_path / "record").write_bytes(disk.getvalue())
@@ -304,7 +304,7 @@ def complete(port: int, number: int) -> str:
         return GenerationServiceStub(channel).Complete(request, timeout=20).outputs[0].text
 
 
-def test_a_killed_scheduler_leaves_a_record_and_a_full_disk_does_not_keep_the_next_one_from_serving(tmp_path):
+def test_a_killed_scheduler_leaves_a_record_and_its_successor_serves_on_a_full_disk(tmp_path):
     path = tmp_path / "record"
     with (
         cluster(scheduler_options=("--record", str(path), "--max-num-seqs", "4")) as running,

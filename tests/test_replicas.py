@@ -1,4 +1,4 @@
-"""`pagewire up --replicas`: what each one is told and gets of the machine, and that they stand in for each other."""
+"""`pagewire up --replicas`: their options, their shares of the machine, and that they stand in for each other."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from protos.pagewire.v1 import introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
 
-# What they get of the machine
+# Their shares of the machine
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ from protos.pagewire.v1.introspection_pb2_grpc import IntrospectionServiceStub
         (0, 2, [(), ()]),
     ],
 )
-def test_things_are_shared_out_evenly_and_in_turn_where_there_are_too_few(num_things, num_parts, expected):
+def test_things_are_shared_out_evenly_and_in_turn_if_there_are_too_few(num_things, num_parts, expected):
     assert shares.parts(range(num_things), num_parts) == expected
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Sockets 0 and 1 of two cores with two hardware threads each, the second ones numbered from 4 on, and two GPUs."""
+    """Sockets 0 and 1 of two cores with two hardware threads each, the second ones numbered from 4; and two GPUs."""
     for cpu in range(8):
         topology = tmp_path / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
@@ -53,7 +53,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_workers_share_no_core_by_its_hardware_threads_and_no_socket_where_that_can_be(machine):
+def test_workers_share_no_core_and_if_possible_no_socket(machine):
     assert [share.cores for share in shares.shares(2)] == [(0, 4, 2, 6), (1, 5, 3, 7)]
     assert [share.cores for share in shares.shares(4)] == [(0, 4), (2, 6), (1, 5), (3, 7)]
 
@@ -66,7 +66,7 @@ def test_each_worker_sees_gpus_of_its_own(machine, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b,GPU-c")
     assert [share.gpus for share in shares.shares(2)] == [("GPU-a",), ("GPU-b", "GPU-c")]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert [share.environment for share in shares.shares(2)] == [{}, {}], "none for anybody, as it is"
+    assert [share.environment for share in shares.shares(2)] == [{}, {}], "none for any of them, as for the launcher"
 
 
 def test_a_single_worker_gets_what_the_launcher_has(machine):
@@ -74,11 +74,11 @@ def test_a_single_worker_gets_what_the_launcher_has(machine):
     assert shares.shares(1) == [Share()]
 
 
-# What they are told
+# Their options
 
 
 def told(options: LaunchOptions) -> dict[str, str]:
-    """The command lines of all processes by name, behind `python -P`."""
+    """The command lines of all processes by name, without `python -P`."""
     return {service.name: " ".join(service.command[2:]) for service in services(options, "/d")}
 
 
@@ -96,10 +96,10 @@ def test_each_scheduler_has_a_worker_and_routers_know_all_schedulers():
         "router": "-m router --listen 127.0.0.1:7000"
         " --scheduler unix:/d/scheduler-1.sock,unix:/d/scheduler-2.sock --model /m",
     }
-    assert [len(stage) for stage in stages(services(options, "/d"))] == [2, 2, 1], "they stop side by side"
+    assert [len(stage) for stage in stages(services(options, "/d"))] == [2, 2, 1], "those of a kind stop together"
 
 
-def test_how_ranks_run_is_for_every_worker_and_nobody_else():
+def test_options_for_ranks_go_to_every_worker_and_to_no_other_process():
     ranks = shared_settings(executor="mp", tensor_parallel_size=2, pipeline_parallel_size=3)
     lines = told(LaunchOptions("/m", replicas=2, routers=2, settings=ranks))
     words = "--executor=mp --tensor-parallel-size=2 --pipeline-parallel-size=3"
@@ -107,7 +107,7 @@ def test_how_ranks_run_is_for_every_worker_and_nobody_else():
     assert not [name for name, line in lines.items() if "parallel" in line and "worker-" not in name]
 
 
-def test_replicas_have_a_port_and_a_file_each_where_they_can_not_share_one():
+def test_replicas_that_cannot_share_a_port_or_a_file_have_one_each():
     texts = ("worker.metrics-listen=[::1]:9093", "scheduler.record=/r")
     lines = told(LaunchOptions("/m", replicas=2, settings=tuple(map(Setting.parse, texts))))
     assert [line.rpartition("=")[2] for line in lines.values()][:4] == ["[::1]:9093", "[::1]:9094", "/r-1", "/r-2"]
@@ -115,10 +115,10 @@ def test_replicas_have_a_port_and_a_file_each_where_they_can_not_share_one():
         LaunchOptions("/m", replicas=2, settings=(Setting.parse("worker.metrics-listen=nine"),))
 
 
-# What they do
+# Their behaviour
 
 NUM_TOKENS = 900
-PROMPTS = [f"prompt {number}" for number in range(4)]  # no full block: each goes where least waits
+PROMPTS = [f"prompt {number}" for number in range(4)]  # no full block: each goes where the fewest wait
 
 
 def requests() -> list[pb.GenerateRequest]:
@@ -144,7 +144,7 @@ async def num_running(channel: grpc.aio.Channel) -> dict[str, int]:
 
 
 @pytest.mark.slow
-async def test_a_scheduler_and_a_worker_of_two_replicas_die_and_no_stream_breaks(tmp_path, monkeypatch):
+async def test_no_stream_breaks_when_a_scheduler_and_a_worker_of_two_replicas_die(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     model = tiny_checkpoint(tmp_path / "model", vocab_size=VOCABULARY_SIZE, max_position_embeddings=2048)
     settings = ("--set", "worker.dtype=float32", "--set", "worker.num-gpu-blocks=512")
@@ -160,7 +160,7 @@ async def test_a_scheduler_and_a_worker_of_two_replicas_die_and_no_stream_breaks
                 assert not all(stream.done() for stream in streams), now
             os.kill(pids["scheduler-1"], signal.SIGKILL)
             while (await num_running(channel))["scheduler-2.sock"] < len(streams):
-                assert not any(stream.done() for stream in streams), "they go on at the other one"
+                assert not any(stream.done() for stream in streams), "they continue at the other one"
             os.kill(pids["worker-2"], signal.SIGKILL)
             assert await asyncio.gather(*streams) == expected
         now = wait_for(lambda: (found := state.load(running.port).service_pids).keys() == pids.keys() and found)
@@ -168,4 +168,4 @@ async def test_a_scheduler_and_a_worker_of_two_replicas_die_and_no_stream_breaks
         process.send_signal(signal.SIGINT)
         output, _ = await asyncio.to_thread(process.communicate, timeout=30)
     assert process.returncode == 0, output
-    assert [name for name in pids if not re.search(rf"^\S+ INFO +{name} ", output, re.MULTILINE)] == [], "they sign"
+    assert [name for name in pids if not re.search(rf"^\S+ INFO +{name} ", output, re.MULTILINE)] == [], "all logged"

@@ -1,4 +1,4 @@
-"""`pagewire restart` while clients stream without a pause: no stream breaks, and none says anything else."""
+"""`pagewire restart` while clients stream without a pause: no stream breaks, and no text differs."""
 
 import asyncio
 import re
@@ -24,12 +24,12 @@ NUM_CLIENTS = 4
 
 
 class Clients:
-    """Each asks for one stream after the other, over a connection of its own.
+    """Clients that ask for one stream after the other, each over a connection of its own.
 
     Attributes:
         texts: of streams that ended.
-        refused: why calls ended with an error before they were told anything.
-        broken: why they did so later.
+        refused: errors of calls that failed before their first message.
+        broken: errors of calls that failed later.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Clients:
 
     @asynccontextmanager
     async def streaming(self, target: str) -> AsyncIterator[None]:
-        """From the first text of each client on; at the end all streams have ended."""
+        """Starts when each client has got text; at the end all streams have ended."""
         begun = [asyncio.Event() for _ in range(NUM_CLIENTS)]
         async with asyncio.TaskGroup() as group:
             for event in begun:
@@ -74,7 +74,7 @@ async def restart(service: str, running: ClusterState) -> None:
 
 
 @pytest.mark.slow
-async def test_every_service_is_restarted_under_streams_and_none_of_them_breaks(tmp_path, monkeypatch):
+async def test_no_stream_breaks_while_every_service_is_restarted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with launched(tmp_path, "--routers", "2") as (process, running):
         clients = Clients()
@@ -91,11 +91,11 @@ async def test_every_service_is_restarted_under_streams_and_none_of_them_breaks(
     assert process.returncode == 0, output
     assert re.search(r"worker lost .*requeued=[1-9]", output), "streams lived through the restart of the worker"
     assert "request goes on" in output, "and through that of the scheduler"
-    assert re.search(r"router-\d +draining live=[1-9]", output), "and ended with the router that they began with"
+    assert re.search(r"router-\d +draining live=[1-9]", output), "and ended at the router at which they began"
 
 
 @pytest.mark.slow
-async def test_our_client_waits_where_the_only_router_is_restarted(tmp_path, monkeypatch):
+async def test_our_client_waits_while_the_only_router_is_restarted(tmp_path, monkeypatch):
     async def ask_for(answer: Callable[[AsyncClient], Awaitable[str]]) -> None:
         async with AsyncClient(running.target) as client:
             while not restarted.is_set():

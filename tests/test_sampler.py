@@ -1,4 +1,4 @@
-"""The sampler on distributions that can be written down."""
+"""The sampler on small known distributions."""
 
 import math
 from dataclasses import replace
@@ -26,12 +26,12 @@ RANDOM = replace(GREEDY, temperature=1)
 
 
 def log_probabilities(*probabilities):
-    """Logits, shifted by a constant as a model's are."""
+    """Logits of these probabilities, shifted by a constant like those of a model."""
     return torch.tensor(probabilities).log() + 3
 
 
 def draw(logits, *parameters, positions=None):
-    """Token ids for rows of logits, one set of parameters for each, or one for all."""
+    """Samples rows of logits, with one set of parameters for each row or for all."""
     logits = logits if logits.ndim == 2 else logits[None]
     if len(parameters) == 1:
         parameters = parameters * len(logits)
@@ -57,7 +57,7 @@ def test_greedy_takes_the_best_token_and_its_log_probability():
     assert not sampled.failed.any()
 
 
-def test_log_probabilities_are_the_models_own_whatever_the_temperature_and_filters():
+def test_log_probabilities_are_those_of_the_model_whatever_the_temperature_and_filters():
     chosen = draw(log_probabilities(0.2, 0.5, 0.3), replace(RANDOM, temperature=0.3, top_k=2))
     assert chosen.logprobs.exp().item() == pytest.approx([0.2, 0.5, 0.3][chosen.token_ids.item()])
 
@@ -77,7 +77,7 @@ def test_draws_follow_the_distribution(parameters, expected):
     possible = [(f, e) for f, e in zip(found.tolist(), expected, strict=True) if e > 0]
     assert sum(f for f, _ in possible) == pytest.approx(1)
     chi_square = 4000 * sum((f - e) ** 2 / e for f, e in possible)
-    assert chi_square < 16.3  # 3 degrees of freedom at most: once in a thousand, and the seed is fixed
+    assert chi_square < 16.3  # at most 3 degrees of freedom: exceeded once in a thousand, and the seed is fixed
 
 
 def test_a_token_depends_on_seed_sequence_and_position_and_not_on_the_batch():
@@ -127,12 +127,12 @@ def test_filters_that_keep_every_token_draw_the_same_as_none():
         (replace(RANDOM, min_p=0.9), [3]),
         (replace(RANDOM, min_p=0.5), [1, 2, 3]),
         (replace(RANDOM, min_p=0.2), [0, 1, 2, 3]),
-        # Top-p is a share of what top-k left: 0.4 + 0.25 + 0.25, of which 0.4 is 44 %.
+        # Top-p is a share of what top-k keeps: 0.4 + 0.25 + 0.25, of which 0.4 is 44 %.
         (replace(RANDOM, top_k=2, top_p=0.43), [3]),
         (replace(RANDOM, top_k=2, top_p=0.46), [1, 2, 3]),
     ],
 )
-def test_a_filter_keeps_the_head_of_the_distribution_and_what_ties_with_its_end(parameters, kept):
+def test_a_filter_keeps_the_most_probable_tokens_and_ties_with_the_last_of_them(parameters, kept):
     assert support(log_probabilities(0.1, 0.25, 0.25, 0.4), parameters) == kept
 
 
@@ -148,8 +148,8 @@ def test_a_filter_keeps_the_head_of_the_distribution_and_what_ties_with_its_end(
         (replace(RANDOM, top_p=(1 - math.exp(-0.001 * 4500.5)) / (1 - math.exp(-6))), 4501),
     ],
 )
-def test_filters_that_keep_more_than_the_first_look_takes_in(parameters, num_kept):
-    logits = -0.001 * torch.arange(6000.0)  # in order, so that the first num_kept are those to be kept
+def test_filters_may_keep_more_tokens_than_are_looked_at_first(parameters, num_kept):
+    logits = -0.001 * torch.arange(6000.0)  # in order, so that the first num_kept are kept
     positions = torch.arange(40)
     zeros = torch.zeros_like(positions)
     expected = (gumbel_noise_of_all(6000, zeros, positions, zeros) + logits)[:, :num_kept].argmax(-1)
@@ -161,7 +161,7 @@ def test_filters_that_keep_more_than_the_first_look_takes_in(parameters, num_kep
     "filters",
     [{"top_k": 300}, {"top_p": math.expm1(-1e-5 * 299.5) / math.expm1(-1e-2)}, {"min_p": math.exp(-1e-5 * 299.5)}],
 )
-def test_a_filter_that_ends_beyond_the_first_look_ends_at_the_right_token(filters):
+def test_a_filter_that_ends_beyond_the_tokens_looked_at_first_ends_at_the_right_one(filters):
     logits = -1e-5 * torch.arange(1000.0)  # nearly uniform: 4000 draws miss none of 300 tokens
     assert frequencies(logits, replace(RANDOM, **filters)).nonzero().squeeze(-1).tolist() == list(range(300))
 
@@ -177,7 +177,7 @@ def test_the_smallest_temperature_is_greedy_and_the_largest_uniform():
 
 
 @pytest.mark.parametrize("parameters", [GREEDY, RANDOM, replace(RANDOM, top_k=2)])
-def test_stop_tokens_can_not_be_drawn_before_min_tokens(parameters):
+def test_stop_tokens_cannot_be_drawn_before_min_tokens(parameters):
     logits = log_probabilities(0.04, 0.9, 0.05, 0.01).expand(100, -1)
     stopping = replace(parameters, stop_token_ids=(1, 2), min_tokens=3, num_prompt_tokens=10)
     for position in (10, 12):
@@ -206,7 +206,7 @@ def test_a_row_that_allows_no_token_fails():
     assert draw(log_probabilities(0.5, 0.5), replace(impossible, temperature=1)).failed.tolist() == [True]
 
 
-def test_tokens_of_no_probability_are_never_drawn_and_harm_nothing():
+def test_tokens_without_probability_are_never_drawn_and_do_no_harm():
     assert support(torch.tensor([-math.inf, 0.0, -math.inf, 0.0]), RANDOM) == [1, 3]
 
 

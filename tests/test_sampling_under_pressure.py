@@ -1,6 +1,6 @@
 """Penalties, biases and log-probabilities under a real core and a real runner: the same whatever happens around them.
 
-As `test_memory_pressure.py`, on a random model that is small enough to be run through every kind of misfortune.
+Like `test_memory_pressure.py`, but on a random model so small that every kind of misfortune can be tried.
 """
 
 import random
@@ -34,7 +34,7 @@ KINDS = [
     {"temperature": 1.0},
     {},
 ]
-# One at a time, two behind one another, and three beside each other.
+# One step at a time, two in flight, and three concurrent ones.
 STEPS = [{}, {"max_steps_in_flight": 2}, {"num_concurrent_steps": 3}]
 
 
@@ -47,14 +47,14 @@ def weights(tmp_path_factory):
 
 
 class Deployment:
-    """A core and a model runner, face to face, that may lose each other."""
+    """A core and a model runner, face to face; the core may lose its worker."""
 
     def __init__(
         self, weights, *, num_blocks=AMPLE, num_swap_blocks=0, budget=64, num_concurrent_steps=1, **policy
     ) -> None:
         self._weights, self._sizes = weights, (num_blocks, num_swap_blocks, budget)
         options = {"max_num_seqs": min(40, budget), "max_waiting_requests": 100, "watermark": 0.0} | policy
-        options["max_failed_steps"] = 1000  # of so many workers that are lost nobody is guilty
+        options["max_failed_steps"] = 1000  # so many workers are lost here, and no request is to blame
         self.core = Scheduler(Policy(budget, **options), BlockManager(num_blocks, BLOCK_SIZE, num_swap_blocks))
         self.core.set_num_concurrent_steps(num_concurrent_steps)
         self._answers: deque[tuple[Plan, StepResult]] = deque()
@@ -91,9 +91,9 @@ class Deployment:
         )
 
     def step(self, interrupt=None) -> None:
-        """Plans a step; takes the answer to the oldest if no more may be in flight, or there was nothing to plan.
+        """Plans a step; takes the oldest step's answer if no more may be in flight, or if there was nothing to plan.
 
-        `interrupt` falls between plan and answer.
+        `interrupt` is called between plan and answer.
         """
         plan = self.core.schedule(1000.0)
         self.core.check()
@@ -114,13 +114,13 @@ def mixed(deployment: Deployment) -> list[SequenceGroup]:
     groups = []
     for place in range(16):
         prompt = [source.randrange(97) for _ in range(source.randrange(1, 20))]
-        prompt = shared + prompt if place % 3 == 0 else prompt  # some find blocks of others
+        prompt = shared + prompt if place % 3 == 0 else prompt  # some find the blocks of others in the cache
         groups.append(deployment.submit(place, prompt, **KINDS[place % len(KINDS)]))
     return groups
 
 
 def run(deployment: Deployment, misfortune=None) -> list[SequenceGroup]:
-    """All requests, answered; `misfortune(deployment, source)` may strike before each step and gives an interrupt."""
+    """All requests, answered; `misfortune(deployment, source)` may act before each step, and returns an interrupt."""
     source = random.Random(3)
     groups = mixed(deployment)
     while deployment.core.num_live:
@@ -133,7 +133,7 @@ def tokens_of(groups: list[SequenceGroup]) -> list[list[list[int]]]:
 
 
 def assert_same(groups: list[SequenceGroup], expected: list[SequenceGroup]) -> None:
-    """Tokens and ranks to the last one, log-probabilities to what batches change in float32."""
+    """Tokens and ranks are the same, log-probabilities up to what batches change in float32."""
     assert tokens_of(groups) == tokens_of(expected)
     for group, other in zip(groups, expected, strict=True):
         pairs = [(group.prompt_logprobs, other.prompt_logprobs)]
@@ -149,7 +149,7 @@ def assert_same(groups: list[SequenceGroup], expected: list[SequenceGroup]) -> N
 
 @pytest.fixture(scope="module")
 def ample(weights):
-    """What the requests give when nothing is short and nothing is lost."""
+    """The answers when there is no shortage and nothing is lost."""
     deployment = Deployment(weights)
     groups = run(deployment)
     assert deployment.core.num_preemptions == 0
@@ -160,7 +160,7 @@ def ample(weights):
     return groups
 
 
-def test_each_request_says_the_same_alone(weights, ample):
+def test_each_request_gives_the_same_alone(weights, ample):
     alone = []
     for place in range(len(ample)):
         deployment = Deployment(weights)
@@ -189,7 +189,7 @@ def test_chunks_and_caches_change_nothing(weights, ample, options, steps):
 
 
 def preempt_anyone(deployment, source):
-    """Before a step is planned, or while it runs: then what it samples is still taken."""
+    """Preempts before a step is planned, or while it runs; in that case its samples are still taken."""
 
     def strike() -> None:
         for group in list(deployment.core.queues.running):
@@ -204,7 +204,7 @@ def preempt_anyone(deployment, source):
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_preempting_anyone_at_any_moment_changes_nothing(weights, ample, mode, steps):
+def test_preempting_any_request_at_any_moment_changes_nothing(weights, ample, mode, steps):
     deployment = Deployment(weights, num_swap_blocks=AMPLE, preemption_mode=mode, **steps)
     assert_same(run(deployment, preempt_anyone), ample)
     assert deployment.core.num_preemptions > 50
@@ -227,8 +227,8 @@ def test_workers_that_are_lost_before_and_after_their_answers_change_nothing(wei
     assert {"between two steps", "its answer with it"} <= set(lost)
 
 
-def test_penalties_and_biases_say_what_transformers_says(weights, ample):
-    """Greedy, as far as transformers knows the penalty: OpenAI's two it does not."""
+def test_penalties_and_biases_give_what_transformers_gives(weights, ample):
+    """Greedy, with the penalties that transformers has: it does not have OpenAI's two."""
     from worker_fakes import tiny_llama
 
     model = tiny_llama()
@@ -263,7 +263,7 @@ def test_penalties_and_biases_say_what_transformers_says(weights, ample):
 
 
 @pytest.mark.parametrize("biases", [{5: 2.0, 17: -3.0}, {88: 6.0}])
-def test_beams_with_biases_are_transformers_own(weights, ample, biases):
+def test_beams_with_biases_equal_those_of_transformers(weights, ample, biases):
     from worker_fakes import tiny_llama
 
     model = tiny_llama()

@@ -1,4 +1,4 @@
-"""Clients that do not read, do not write, or do nothing cost bounded memory and nobody else's time.
+"""Clients that do not read, do not write, or do nothing cost bounded memory, and delay no other client.
 
 They speak HTTP/2 by hand (`http2_frames`), over TCP, to the real processes.
 """
@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def running() -> Iterator[Cluster]:
-    # A step takes a while, so that an undisturbed stream waits for that, on a busy machine too; and gives it one token.
+    # A step takes a while, so that even on a busy machine an undisturbed stream waits for that; it gives one token.
     options = ("--num-speculative-tokens", "0")
     with cluster("--write-stall-s", str(STALL_S), scheduler_options=options, step_ms=2) as running:
         yield running
@@ -53,7 +53,7 @@ async def connections(running: Cluster, count: int, data: bytes) -> AsyncIterato
     writers = []
     try:
         for _ in range(count):
-            # A window of TCP's as small as it gets, and a reader that pauses at once.
+            # The smallest TCP window, and a reader that pauses at once.
             _, writer = await asyncio.open_connection(host, int(port), limit=1)
             writers.append(writer)
             writer.write(data)
@@ -65,7 +65,7 @@ async def connections(running: Cluster, count: int, data: bytes) -> AsyncIterato
 
 
 async def gaps_of_a_stream(running: Cluster, num_tokens: int) -> list[float]:
-    """Seconds between the deltas of one that reads; its text is compared."""
+    """Seconds between the deltas of a stream that is read; its text is checked."""
     async with dial(running.target) as channel:
         times, text = [], ""
         async for message in GenerationServiceStub(channel).Generate(asking(num_tokens)):
@@ -86,13 +86,13 @@ async def until_idle(running: Cluster) -> None:
     assert state.block_pool.num_held == 0
 
 
-async def test_readers_that_stop_cost_bounded_memory_and_nobody_elses_time_and_are_given_up(running):
+async def test_readers_that_stop_cost_bounded_memory_delay_no_other_and_are_given_up(running):
     num_stalled, num_tokens = 40, 8000
     undisturbed = await gaps_of_a_stream(running, 200)
     async with contextlib.AsyncExitStack() as stalled:
         for number in range(num_stalled):
             request = asking(num_tokens)
-            # Each delta has it, so the window of the stream and what gRPC puts behind it are full after some hundred.
+            # Each delta repeats it, so the stream's window and gRPC's buffer behind it are full after some hundred.
             request.request_id = f"{number:0128}"
             body = frame(DATA, END_STREAM, 1, grpc_message(request.SerializeToString()))
             data = preface(window=200) + frame(HEADERS, END_HEADERS, 1, opening(GENERATE)) + body
@@ -101,16 +101,16 @@ async def test_readers_that_stop_cost_bounded_memory_and_nobody_elses_time_and_a
         before = router_bytes(running)
         disturbed = await gaps_of_a_stream(running, 200)
         state = await asyncio.to_thread(running.state)
-        assert state.num_running == num_stalled, "their tokens are computed"
+        assert state.num_running == num_stalled, "their tokens are still computed"
         await until_step(running, 2000)
         during = router_bytes(running)
-        await until_idle(running)  # given up, long before their tokens end
+        await until_idle(running)  # they are given up, long before their last tokens
         after = router_bytes(running)
     assert (await asyncio.to_thread(running.state)).num_steps < num_tokens
-    # A thousand more tokens each; as messages that wait they would take 400 bytes a token.
+    # Each got a thousand more tokens; waiting as messages, these would take 400 bytes each.
     assert during - before < num_stalled * MIB / 4
     assert after - before < num_stalled * MIB / 4
-    # 40 more sequences in each step cost something; a stream behind others' full windows would wait for seconds.
+    # 40 more sequences in each step cost some time; a stream held up by others' full windows would wait for seconds.
     assert statistics.median(disturbed) < 10 * statistics.median(undisturbed) + 0.02
     assert max(disturbed) < 4.0
 
@@ -131,8 +131,8 @@ async def test_calls_that_never_send_or_send_slowly_hold_no_place_and_no_block(r
         await until_idle(running)
 
 
-async def test_two_thousand_idle_connections_cost_a_little_memory_each_and_nobody_elses_time(running):
-    """What bounds their number is the process's limit of open files."""
+async def test_two_thousand_idle_connections_cost_little_memory_and_delay_no_other_client(running):
+    """Their number is limited only by the process's limit of open files."""
     undisturbed = await gaps_of_a_stream(running, 200)
     before = router_bytes(running)
     async with connections(running, 2000, preface()):

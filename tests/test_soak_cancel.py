@@ -33,13 +33,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 NUM_CANCELS = int(os.environ.get("SOAK_CANCELS", "2000"))
 NUM_CLIENTS = 40
 STEP_S = 0.002
-# What a process may grow by between a third of the cancels and all: 126 bytes for each where there are 100,000.
+# How much a process may grow from a third of the cancels to the end: 126 bytes for each if there are 100,000.
 FLAT_BYTES = 8 << 20
 STAGES = ("before acceptance", "at any time", "running", "later", "finished", "twice", "out of time")
 
 
 class SlowWorker(FakeWorker):
-    """Takes a moment for each step, and remembers none."""
+    """Takes a moment for each step, and keeps no record of it."""
 
     async def Execute(self, requests, context):
         async for request in requests:
@@ -50,7 +50,7 @@ class SlowWorker(FakeWorker):
 
 @dataclass
 class Soak:
-    """A router and a scheduler in processes of their own, and what was done to them."""
+    """A router and a scheduler in processes of their own, and the cancels so far, by stage."""
 
     plane: Deployment
     cancels: Counter[str] = field(default_factory=Counter)
@@ -61,7 +61,7 @@ class Soak:
         return {name: service.rss_bytes() for name, service in self.plane.services.items()}
 
     async def cancel(self, num: int, seed: int) -> None:
-        """So many requests, each cancelled at some stage, a part of them on a session without a router."""
+        """Sends so many requests, each cancelled at some stage, some of them on a session without a router."""
         async with dial(self.plane.router_address) as channel, asyncio.TaskGroup() as group:
             stub, rng = GenerationServiceStub(channel), random.Random(seed)
             stages = iter([rng.choice(STAGES) for _ in range(num * 3 // 4)])
@@ -98,7 +98,7 @@ class Soak:
                     pass
 
     async def _session(self, num: int, rng: random.Random) -> None:
-        """Cancels of what is not accepted yet, unknown, or cancelled already, as no router sends them."""
+        """Cancels what is not accepted yet, unknown, or cancelled already, as no router does."""
         async with dial(f"unix:{self.plane.directory}/scheduler") as channel:
             call = SessionServiceStub(channel).Session()
             reader = asyncio.create_task(_read(call))
@@ -121,7 +121,7 @@ class Soak:
                     await call.write(message)
                 self.cancels["on a session"] += 1
                 await asyncio.sleep(0.001)
-            call.cancel()  # the lease ends what is left
+            call.cancel()  # the end of the lease ends what is left
             await reader
 
 
@@ -155,7 +155,7 @@ async def soaking() -> AsyncIterator[Soak]:
             yield Soak(plane)
             for name in ("router", "scheduler"):
                 plane.services.pop(name).stop()
-            assert len(worker.known) <= 16, "the worker was not told of those that ended, but for the last step's"
+            assert len(worker.known) <= 16, "the worker was told of all that ended, except those of the last step"
         finally:
             for service in plane.services.values():
                 service.process.kill()

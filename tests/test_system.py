@@ -1,4 +1,4 @@
-"""The real three processes with the real model: what a user does, and what is left behind afterwards."""
+"""The three real processes with the real model: what a user does, and what is left behind afterwards."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(model_dir) -> AsyncIterator[Deployment]:
-    """One for all tests that leave it as they found it."""
+    """A deployment for all tests that leave it as they found it."""
     async with deployment(model_dir) as running:
         yield running
 
@@ -27,9 +27,9 @@ async def running(shared) -> AsyncIterator[Deployment]:
     await shared.idle()
 
 
-@pytest.mark.long  # and alone in depending on time: CI runs it beside computations, and slow machines take 4 s or 10
+@pytest.mark.long  # the only one that depends on time: CI runs it beside computations, and slow machines take 4 s or 10
 async def test_the_chain_is_ready_within_ten_seconds(running, model_dir):
-    # `running` has read what a start reads: how fast a cold disk gives 650 MB is not ours to assert.
+    # `running` has read the same files before, so the time of a cold disk for 650 MB does not count.
     async with deployment(model_dir) as another:
         assert another.ready_after_s < 10
 
@@ -40,10 +40,10 @@ async def test_text_streams_while_it_is_computed(running):
         first = await anext(messages)
         assert first.outputs[0].text
         state = await running.state()
-        assert state.num_running == 1, "the first text is here and the last token is not computed"
+        assert state.num_running == 1, "the first text is here before the last token is computed"
         rest = [message async for message in messages]
         assert rest[-1].usage.completion_tokens == 200
-        assert len(rest) > 50, "tokens that were guessed right come together"
+        assert len(rest) > 50, "draft tokens that were right come together"
 
 
 @pytest.mark.long
@@ -84,7 +84,7 @@ async def test_the_same_seed_gives_the_same_four_texts_whatever_else_runs(runnin
     texts = [output.text for output in alone.outputs]
     assert len(set(texts)) == 4
     same = sum(a.text == b.text for a, b in zip(alone.outputs, among_others.outputs, strict=True))
-    # In bfloat16 the batch's shape changes logits in the last bit, which may turn over one draw in a hundred.
+    # In bfloat16 the batch's shape changes logits in the last bit, which may change one draw in a hundred.
     assert same >= 3
 
 
@@ -111,14 +111,14 @@ async def test_memory_is_steady_over_two_thousand_requests(running):
         await burst(stub, 2000)
         after = {name: service.rss_bytes() for name, service in running.services.items()}
     growth = {name: (after[name] - before[name]) / 2**20 for name in before}
-    # A request that left behind a block's worth of KV, 0.35 MiB, would show ten times over.
+    # If each request leaked the KV of one block, 0.35 MiB, growth would be ten times this limit.
     assert growth["router"] < 8, growth
     assert growth["scheduler"] < 8, growth
     assert growth["worker"] < 64, growth
     await running.idle()
 
 
-async def test_bad_input_is_refused_precisely_and_the_service_goes_on(running):
+async def test_bad_input_is_refused_with_the_reason_and_the_service_goes_on(running):
     async with running.client() as stub:
         bad = [
             (pb.GenerateRequest(text="x" * 5_000_000), "text"),

@@ -1,4 +1,4 @@
-"""The real three processes, seen from outside: one trace through all of them, their metrics, their logs, channelz."""
+"""The three real processes, seen from outside: one trace through all of them, their metrics, their logs, channelz."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ async def complete(running: Deployment, prompt: str, max_tokens: int, request_id
         await stub.Complete(greedy(prompt, max_tokens, request_id=request_id), metadata=TRACED)
 
 
-async def test_two_requests_that_fight_for_blocks_are_told_of_by_all_three(model, monkeypatch):
+async def test_all_three_services_report_two_requests_that_compete_for_blocks(model, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     ports = {service: free_port() for service in SERVICES}
     async with collector() as received:
@@ -47,11 +47,11 @@ async def test_two_requests_that_fight_for_blocks_are_told_of_by_all_three(model
         options["scheduler"] += ("--watermark", "0", "--no-prefix-caching")
         async with deployment(model, **options) as running:
             both = asyncio.gather(*(complete(running, letter * 24, 48, letter) for letter in "ab"))
-            with running.services["worker"].suspended():  # so that neither ends before the other one begins
+            with running.services["worker"].suspended():  # so that neither ends before the other begins
                 await running.having(2)
             await both
             texts = {service: await asyncio.to_thread(fetch, port) for service, port in ports.items()}
-            # Before the end, which the collector does not live to see: this test waits for it without its event loop.
+            # Now, and not after the deployment's end, for which this test waits without running the collector's loop.
             twice = [ROOT, "tokenize", "queue", "prefill", "decode"]
             await received.until(lambda seen: all(len(seen.named(name)) == 2 for name in twice))
             await received.until(lambda seen: seen.named("preempted") and len(seen.named("execute")) == 3)
@@ -71,7 +71,7 @@ async def test_two_requests_that_fight_for_blocks_are_told_of_by_all_three(model
         ("pagewire-worker", "execute"),
     ]
     preempted = [("pagewire-scheduler", "preempted"), ("pagewire-worker", "execute")]
-    # Whoever came second was preempted, and computed a second time.
+    # The second request was preempted, and computed twice.
     assert sorted(below.values(), key=len) == [whole, sorted(whole + preempted)]
     execute = received.named("execute")[0]
     assert execute.attributes["pagewire.forward_ms"] > 0

@@ -1,7 +1,7 @@
-"""Greedy tokens through the real three processes equal Hugging Face's, whatever the batch, the chunks and the memory.
+"""Greedy tokens through the three real processes equal Hugging Face's, whatever the batch, the chunks and the memory.
 
-In float32 exactly. In bfloat16 up to the first near-tie, which is proved to be one: at the place where the two part,
-the float32 model finds both tokens nearly equally probable.
+In float32 they do exactly. In bfloat16 they do up to the first near-tie, which is proved to be one: at the place where
+the two differ, the float32 model finds both tokens nearly equally probable.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 PROMPTS = (Path(__file__).parent / "prompts.txt").read_text().rstrip("\n").split("\n\n")
 NUM_TOKENS = 24
-# In log-probability. Neighbouring bfloat16 logits lie 0.125 apart at 16, and thirty layers add noise of their own.
+# Of log-probabilities. Neighbouring bfloat16 logits lie 0.125 apart at 16, and thirty layers add their own noise.
 NEAR_TIE = 0.35
 
 
@@ -28,21 +28,21 @@ class Reference:
 
     @torch.inference_mode()
     def generate(self, prompts: list[str]) -> list[list[int]]:
-        """Greedy tokens behind each prompt; together, since one after the other they take five times as long."""
+        """Greedy tokens after each prompt; in one batch, since one by one would take five times as long."""
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True)
         output = self.model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
         return output[:, inputs.input_ids.shape[1] :].tolist()
 
     @torch.inference_mode()
     def continue_each(self, prompt: str, tokens: list[int]) -> list[int]:
-        """The best token behind the prompt and each beginning of `tokens`, in one pass: as many as these are."""
+        """The best tokens after the prompt and after each prefix of `tokens`, in one pass: as many as `tokens`."""
         token_ids = self.tokenizer(prompt).input_ids
         logits = self.model(torch.tensor([token_ids + tokens[:-1]])).logits[0]
         return logits[len(token_ids) - 1 :].argmax(-1).tolist()
 
     @torch.inference_mode()
     def logprobs(self, token_ids: list[int]) -> "torch.Tensor":
-        """Log-probabilities of the token behind `token_ids`: [V]."""
+        """Log-probabilities of the token after `token_ids`: [V]."""
         logits = self.model(torch.tensor([token_ids])).logits[0, -1]
         return torch.log_softmax(logits.float(), dim=-1)
 
@@ -101,7 +101,7 @@ async def test_so_few_blocks_that_groups_are_preempted_change_no_token(model_dir
 
 
 @pytest.mark.long
-async def test_beams_through_the_whole_service_are_hugging_faces(model_dir, float32):
+async def test_beams_through_the_whole_service_equal_those_of_hugging_face(model_dir, float32):
     async with deployment(model_dir, worker=("--dtype", "float32")) as running:
         searches = [greedy(prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
         for search in searches:
@@ -139,6 +139,6 @@ async def test_bfloat16_equals_hugging_face_up_to_the_first_near_tie(model_dir, 
         logprobs = float32.logprobs(prefix)
         gap = abs(float(logprobs[tokens[same]] - logprobs[theirs[same]]))
         best = float(logprobs.max() - logprobs[tokens[same]])
-        assert gap < NEAR_TIE, f"{prompt!r} parts at token {same} with a gap of {gap:.3f}"
+        assert gap < NEAR_TIE, f"{prompt!r} differs at token {same} with a gap of {gap:.3f}"
         assert best < NEAR_TIE, f"{prompt!r}: token {same} is {best:.3f} behind the most probable one"
     assert num_equal >= len(PROMPTS) // 4

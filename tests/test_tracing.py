@@ -40,7 +40,7 @@ async def traced_plane(worker: FakeWorker | None = None, **scheduler_options):
 
 
 async def spans_below(received: Collector, name: str, *expected: str) -> dict[str, list]:
-    """The span `name` and, by name, its children, once as many of them are there as `expected` names."""
+    """The span `name` and its children by name, once all that `expected` names are there."""
     await received.until(lambda seen: seen.named(name))
     (root,) = received.named(name)
 
@@ -56,7 +56,7 @@ async def spans_below(received: Collector, name: str, *expected: str) -> dict[st
     return found
 
 
-async def test_a_request_is_one_trace_under_its_callers_span():
+async def test_a_request_is_one_trace_under_the_span_of_its_caller():
     async with traced_plane() as (plane, received):
         wanted = request("hello", max_tokens=9)
         wanted.request_id = "mine"
@@ -87,7 +87,7 @@ async def test_a_request_is_one_trace_under_its_callers_span():
         assert queue.tracestate == "vendor=x"
 
 
-async def test_the_worker_is_told_of_the_trace_with_the_steps_of_the_prompt_alone():
+async def test_the_worker_gets_the_trace_only_with_the_steps_of_the_prompt():
     worker = FakeWorker()
     async with traced_plane(worker, max_num_batched_tokens=8, max_num_seqs=8) as (plane, received):
         await plane.generation.Complete(request("x" * 20, max_tokens=5), metadata=TRACED)
@@ -98,14 +98,14 @@ async def test_the_worker_is_told_of_the_trace_with_the_steps_of_the_prompt_alon
         assert worker.requests[0].traces[0].tracestate == "vendor=x"
 
 
-async def test_a_step_that_computes_one_token_of_a_prompt_is_of_its_trace_too():
+async def test_a_step_that_computes_one_token_of_a_prompt_belongs_to_its_trace_too():
     worker = FakeWorker()
     async with traced_plane(worker) as (plane, _):
         await plane.generation.Complete(request("x", max_tokens=3), metadata=TRACED)
         assert [len(step.traces) for step in worker.requests] == [1, 0, 0]
 
 
-async def test_what_goes_on_elsewhere_has_ended_without_an_error_here_and_what_came_from_there_has_all_its_phases():
+async def test_a_request_that_moves_on_ends_here_without_an_error_and_one_that_moved_in_has_all_phases():
     worker = FakeWorker()
     async with collector() as received:
         async with (
@@ -154,7 +154,7 @@ async def _drain(plane, wanted: pb.GenerateRequest) -> None:
         pass
 
 
-async def test_a_cancelled_request_says_so_in_every_span_that_it_ended():
+async def test_every_span_that_a_cancellation_ended_says_so():
     async with traced_plane() as (plane, received):
         call = plane.generation.Generate(request(max_tokens=150), metadata=TRACED)
         await call.read()
@@ -166,7 +166,7 @@ async def test_a_cancelled_request_says_so_in_every_span_that_it_ended():
         assert spans["prefill"][0].error is None
 
 
-async def test_a_request_cancelled_while_it_waits_has_only_waited():
+async def test_a_request_cancelled_while_it_waits_has_only_a_queue_span():
     worker = FakeWorker()
     async with traced_plane(worker, max_num_seqs=1) as (plane, received):
         worker.gate.clear()
@@ -182,7 +182,7 @@ async def test_a_request_cancelled_while_it_waits_has_only_waited():
             pass
 
 
-async def test_a_refused_request_is_a_span_of_an_error_with_its_reason():
+async def test_a_refused_request_is_a_span_with_an_error_and_its_reason():
     async with traced_plane() as (plane, received):
         with pytest.raises(grpc.aio.AioRpcError):
             await plane.generation.Complete(request(""), metadata=TRACED)
@@ -191,7 +191,7 @@ async def test_a_refused_request_is_a_span_of_an_error_with_its_reason():
         assert spans["root"][0].attributes["error.type"] == "INVALID_REQUEST"
 
 
-async def test_what_fails_at_the_scheduler_fails_there_and_at_the_router():
+async def test_a_failure_at_the_scheduler_shows_there_and_at_the_router():
     worker = FakeWorker(explode=3)
     async with traced_plane(worker, max_failed_steps=1) as (plane, received):
         with pytest.raises(grpc.aio.AioRpcError):
@@ -214,7 +214,7 @@ async def test_a_caller_that_does_not_sample_is_not_traced():
         assert not any(step.traces for step in worker.requests[:3])
 
 
-async def test_without_an_endpoint_the_callers_context_passes_through_to_the_scheduler():
+async def test_the_context_of_the_caller_passes_through_a_router_without_an_endpoint():
     async with collector() as received, fakes.control_plane(otlp_endpoint=received.endpoint) as plane:
         await plane.generation.Complete(request(max_tokens=3), metadata=TRACED)
         await received.until(lambda seen: len(seen.spans) == 3)
@@ -223,7 +223,7 @@ async def test_without_an_endpoint_the_callers_context_passes_through_to_the_sch
         }
 
 
-async def test_a_dead_collector_holds_up_neither_a_request_nor_the_end():
+async def test_a_dead_collector_delays_neither_a_request_nor_the_end():
     dead = {"otlp_endpoint": "http://127.0.0.1:1"}
     async with asyncio.timeout(20), fakes.control_plane(router=dead, **dead) as plane:
         for _ in range(20):
@@ -260,7 +260,7 @@ def test_a_broken_traceparent_is_no_context(traceparent):
     assert TraceContext.parse(traceparent) is None
 
 
-def test_a_later_version_may_say_more():
+def test_a_later_version_of_traceparent_may_have_more_fields():
     context = TraceContext.parse("01-" + CALLER[3:] + "-more")
     assert context is not None
     assert (context.trace_id, context.sampled) == (TRACE_ID, True)

@@ -50,7 +50,7 @@ def attention_case(
 
 
 def twin(q, k_cache, v_cache, *others):
-    """The reference on the same numbers in float32, finite where nothing stands."""
+    """The reference on the same numbers in float32, with empty slots finite."""
     return reference.paged_attention(q.float(), k_cache.float().nan_to_num(), v_cache.float().nan_to_num(), *others)
 
 
@@ -107,7 +107,7 @@ def test_attention_equals_its_twin_for_blocks_of(device, block_size, integers):
 @everywhere
 @pytest.mark.parametrize("rows", [[(1, 400), (1, 3), (1, 70)], [(30, 90), (2, 300), (1, 1), (40, 40)]])
 @pytest.mark.parametrize("window", [1, 16, 50, 1000])
-def test_a_window_equals_its_twins(device, rows, window):
+def test_attention_with_a_window_equals_its_twin(device, rows, window):
     assert_equals_twin(attention_case(device, rows, 4, 2), window, None)
 
 
@@ -127,12 +127,12 @@ def test_capped_scores_equal_their_twins(device, window):
         ([(1, 7), (40, 64)], BatchBounds(total_context=10**9)),
     ],
 )
-def test_what_the_host_knows_changes_the_cut_and_not_the_result(device, rows, bounds):
+def test_bounds_that_the_host_knows_change_the_splits_and_not_the_result(device, rows, bounds):
     assert_equals_twin(attention_case(device, rows, 4, 1), bounds=bounds)
 
 
 @everywhere
-def test_queries_may_stand_in_a_fused_projection(device):
+def test_queries_may_lie_in_a_fused_projection(device):
     q, *others = attention_case(device, BATCHES["mixed"], 4, 2)
     fused = torch.cat([q, torch.ones_like(q)], dim=1)
     assert torch.equal(paged_attention(fused[:, :4], *others), paged_attention(q, *others))
@@ -148,8 +148,8 @@ def test_a_decode_row_without_context_is_padding_and_gets_zeros(device):
 
 
 @everywhere
-def test_contexts_are_read_on_the_device_only(device):
-    """As in a recorded graph: the same launch serves lengths that the host did not know of."""
+def test_context_lengths_are_read_only_on_the_device(device):
+    """As in a recorded graph: the same launch serves lengths that the host does not know."""
     case = attention_case(device, [(1, 900), (1, 900)], 2, 1)
     for lengths in ([900, 700], [1, 2], [129, 900]):
         case[5].copy_(torch.tensor(lengths))
@@ -176,13 +176,13 @@ def test_a_recorded_graph_serves_other_contexts_and_nothing_waits_for_the_device
         torch.testing.assert_close(out.float(), twin(*case), atol=4e-3, rtol=4e-3)
 
 
-def test_contexts_are_cut_until_the_gpu_is_full_and_no_finer():
+def test_contexts_are_split_until_the_gpu_is_full_and_no_further():
     assert plan_splits(num_lanes=8, longest=32768, total=8 * 32768, num_processors=132) == (64, 497)
     assert plan_splits(num_lanes=8, longest=512, total=8 * 512, num_processors=132) == (4, 128)
     assert plan_splits(num_lanes=256 * 8, longest=4096, total=256 * 8 * 4096, num_processors=132) == (1, 15888)
-    # One long context among short ones is cut so that no program walks much more than its share.
+    # One long context among short ones is split so that no program has much more than its share.
     assert plan_splits(num_lanes=32 * 8, longest=32768, total=8 * (32768 + 31 * 100), num_processors=132) == (33, 544)
-    # A recorded graph has as many splits as the bound asks for, each as short as the context on the device makes it.
+    # A recorded graph has as many splits as the bound needs; their length depends on the context on the device.
     assert plan_splits(num_lanes=8, longest=131072, total=None, num_processors=132) == (64, 128)
 
 

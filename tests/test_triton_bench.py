@@ -1,4 +1,4 @@
-"""What of a GPU's benchmarks needs none: options, rows and lines, that a failing case names itself, that cases run."""
+"""The GPU benchmarks as far as they need no GPU: options, rows and lines, failing cases, and that cases run."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class FakeTimer:
-    """A device on which everything takes 100 us, and torch's own 300."""
+    """A device on which a case takes the time that it returns."""
 
     def __init__(self):
         self.cleaned = 0
@@ -72,7 +72,7 @@ def test_a_case_that_fails_names_itself_and_the_others_are_measured():
     assert "FAILED: ValueError: no such kernel" in line(rows[1])
 
 
-def test_a_case_that_the_machine_is_too_small_for_is_no_failure():
+def test_a_case_that_needs_a_larger_machine_is_no_failure():
     def refuse():
         raise LeftOut("needs 33 GiB, and 24 GiB are free")
 
@@ -86,9 +86,10 @@ def test_no_case_is_started_when_the_time_is_up():
     assert rows == [Row("decode", "one", error="left out: the time was up")]
     assert timer.cleaned == 0
     assert "FAILED" not in line(rows[0])
+    assert line(rows[0]).count("left out") == 1
 
 
-def test_a_line_shows_the_figures_that_there_are():
+def test_a_line_shows_only_figures_that_exist():
     text = line(Row("decode", "batch 1 x 512", 12.34, 50.0, 1234.5, "GB/s", 0.85, 20.0))
     for part in ("batch 1 x 512", "12.3 us", "1234.5 GB/s", "85.0%", "host   50.0 us", "torch      20.0 us"):
         assert part in text
@@ -104,7 +105,7 @@ def test_options_choose_groups_and_unknown_ones_fail():
             parse(bad)
 
 
-def test_the_cases_have_names_of_their_own_and_ceilings_that_are_measured():
+def test_each_case_has_its_own_name_and_a_ceiling_that_is_measured():
     found = list(cases(8 << 30))
     names = [(c.group, c.name) for c in found]
     assert len(set(names)) == len(names)
@@ -138,7 +139,7 @@ def test_the_cases_run_when_they_are_small(monkeypatch):
 
 
 def again(run):
-    """A recorder that does everything again."""
+    """A recorder whose graphs run everything again."""
     run()
     return run
 
@@ -172,7 +173,7 @@ def test_the_cases_of_whole_models_run_when_they_are_small(monkeypatch):
         assert (row.share is not None) == (row.unit == "GB/s") == (row.group == "model decode")
 
 
-def test_what_a_model_needs_is_its_weights_and_its_cache():
+def test_a_model_needs_memory_for_its_weights_and_its_cache():
     # 8.03 billion values of 2 bytes, and 128 rows of 1024 tokens of 128 KiB.
     assert ModelCases(DEVICE).bytes_needed == pytest.approx(2 * 8.03e9 + 128 * 1024 * 2**17, rel=1e-3)
 

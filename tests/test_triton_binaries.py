@@ -1,4 +1,4 @@
-"""The binaries that a GPU would get: they exist, spill nothing, and fit beside each other on a multiprocessor."""
+"""The binaries for a GPU: they compile, spill nothing, and fit beside each other on a multiprocessor."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 import triton_device  # noqa: F401 - before anything imports kernels
 from triton_binaries import cases
 
-# Shared memory of a multiprocessor that one program may have, and its registers.
+# Shared memory that one program of a multiprocessor may have, and the multiprocessor's registers.
 MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 REGISTERS = 65536
 CASES = cases()
@@ -43,7 +43,7 @@ def test_two_decode_programs_share_a_multiprocessor_and_load_ahead(binaries, nam
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("long rows")])
-def test_prefill_uses_the_tensor_cores_that_there_are(binaries, name):
+def test_prefill_uses_the_tensor_cores_of_each_architecture(binaries, name):
     found, capability = binaries[name], CASES[name].capability
     assert found["async_copies"] > 0, "loads of K and V do not run ahead of the products"
     if "cache" in name:  # of another dtype
@@ -55,6 +55,6 @@ def test_prefill_uses_the_tensor_cores_that_there_are(binaries, name):
 @pytest.mark.parametrize(
     "name", ["reshape_and_cache", "rms_norm", "copy_pieces", "activation", "parts", "draws", "bounds"]
 )
-def test_what_is_bound_by_memory_loads_sixteen_bytes_at_once(binaries, name):
+def test_kernels_bound_by_memory_load_sixteen_bytes_at_once(binaries, name):
     found = binaries[f"{name}_kernel sm_90"]
     assert found["wide_loads"] > 0, found

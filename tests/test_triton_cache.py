@@ -22,7 +22,7 @@ def caches(device, dtype, num_kv_heads, head_dim, block_size=16, num_blocks=5):
 
 
 def slots(num_tokens, device, num_slots=80):
-    """Slots in no order, every fourth one padding."""
+    """Slots in random order, every fourth one padding."""
     drawn = torch.randperm(num_slots)[:num_tokens]
     drawn[3::4] = -1
     return drawn.to(device)
@@ -59,7 +59,7 @@ def test_rotate_and_cache_equals_its_twin(device, dtype, cache_dtype, num_tokens
     q = rotate_and_cache(heads, cos, sin, *found, mapping)
     expected_q = reference.rotate_and_cache(expected_heads, cos, sin, *expected, mapping)
     assert q.data_ptr() == heads.data_ptr()
-    # An addition that is fused with the product before it rounds once less: one unit in the last place.
+    # A fused multiply-add rounds once less: one unit in the last place.
     for mine, theirs in ((q, expected_q), (heads, expected_heads), (found[0], expected[0])):
         torch.testing.assert_close(mine, theirs)
     assert torch.equal(found[1], expected[1])
@@ -135,6 +135,6 @@ def test_moving_blocks_refuses_pools_that_do_not_fit(device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU: pinned memory was not tried")
-def test_swap_blocks_refuses_memory_that_the_gpu_can_not_reach():
+def test_swap_blocks_refuses_memory_that_the_gpu_cannot_reach():
     with pytest.raises(ValueError, match="not pinned"):
         swap_blocks(pool(2).cuda(), pool(2), torch.tensor([[0, 1]]))

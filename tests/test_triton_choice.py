@@ -1,4 +1,4 @@
-"""Which operations a model on a GPU gets, and that all implementations are of one signature."""
+"""Which operations a model on a GPU gets, and that all implementations have the same signature."""
 
 import inspect
 import subprocess
@@ -33,7 +33,7 @@ def choose(dtype=torch.bfloat16, head_dim=128, block_size=16):
 
 @pytest.mark.usefixtures("_new_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_gpu_computes_by_triton(dtype):
+def test_a_gpu_computes_with_triton(dtype):
     chosen = choose(dtype)
     assert chosen.name.startswith("cuda: Triton 3.")
     assert chosen.note == ""
@@ -49,7 +49,7 @@ def test_a_gpu_computes_by_triton(dtype):
         ({"dtype": torch.float64}, "no kernels for torch.float64"),
     ],
 )
-def test_what_triton_can_not_gets_the_twins_and_a_note_that_says_why(sizes, note):
+def test_a_model_that_triton_cannot_compute_gets_the_twins_and_a_note_that_says_why(sizes, note):
     chosen = choose(**sizes)
     assert chosen.name == "reference"
     assert note in chosen.note
@@ -100,6 +100,6 @@ def test_an_operation_has_the_parameters_of_its_twin(implementation, name):
 
 
 def test_every_operation_has_a_twin():
-    # Of `decoder` the twin is the model, which calls the other operations.
+    # The twin of `decoder` is the model, which calls the other operations.
     told = {"name", "note", "reads_behind_context", "recordable", "decoder"}
     assert {field.name for field in fields(choice.Operations)} - told == set(OPERATIONS)

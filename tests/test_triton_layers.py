@@ -10,7 +10,7 @@ from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_embedding import rotary_embedding
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# A unit in the last place: a sum in another order, or another approximation of a function, is rounded the other way.
+# One unit in the last place: a sum in another order, or another approximation, may be rounded the other way.
 ULP = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 

@@ -1,4 +1,4 @@
-"""Whole models and whole steps by the Triton kernels, against the same by their torch twins."""
+"""Whole models and whole steps with the Triton kernels, against the same with their torch twins."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "opt": ("OPTForCausalLM", OPT),
 }
-# Relative to the largest logit. The kernels round where their twins round, but sum in another order.
+# Relative to the largest logit. The kernels round where their twins do, but add in another order.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 LIMITS = StepLimits(
     vocabulary_size=VOCABULARY_SIZE,
@@ -52,7 +52,7 @@ LIMITS = StepLimits(
     num_blocks=NUM_BLOCKS,
     num_cpu_blocks=0,
 )
-# Prompts of 19, 40 and 5 tokens in blocks that are no neighbours.
+# Prompts of 19, 40 and 5 tokens in scattered blocks.
 PROMPTS = [[(7 * n + 3) % 97 for n in range(19)], [(5 * n + 1) % 97 for n in range(40)], [9, 8, 7, 6, 5]]
 TABLES = [range(0, 24, 3), range(1, 24, 3), range(2, 24, 3)]
 
@@ -89,7 +89,7 @@ def make_model(name, operations, dtype, device):
 
 
 def make_cache(model, operations, dtype, device):
-    """Pools for it; their blocks hold NaN, but where the operations have to be spared it."""
+    """Pools for it; their blocks hold NaN, unless the operations read behind the context."""
     numbers = model.config
     shape = CacheShape(numbers.num_layers, BLOCK_SIZE, numbers.num_kv_heads, numbers.head_dim, dtype)
     cache = CacheEngine(shape, NUM_BLOCKS, 4, device, operations)
@@ -120,7 +120,7 @@ def test_logits_are_the_twins_in(device, name, dtype):
             model.head(model(inputs.token_ids, inputs.positions, cache.layers, inputs.attention))
             for model, cache in runs
         )
-        assert expected.abs().max() > 1, "logits that are all alike tell nothing"
+        assert expected.abs().max() > 1, "logits that are all alike prove nothing"
         error = (found - expected).abs().max() / expected.abs().max()
         assert error < TOLERANCES[dtype], f"{kind}: {error}"
 
@@ -160,21 +160,21 @@ def generate(runner):
 
 @everywhere
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "gpt2"])
-def test_whole_generations_are_the_twins(device, name, monkeypatch):
-    # Layer by layer, as pools lie on a GPU.
+def test_whole_generations_equal_those_of_the_twins(device, name, monkeypatch):
+    # Layer by layer, as in the pools on a GPU.
     monkeypatch.setattr(
         cache_engine, "_map", lambda shape, num_blocks: torch.zeros(shape.of_pool(num_blocks), dtype=shape.dtype)
     )
     found = generate(make_runner(choice.triton_kernels(), device, name))
     expected = generate(make_runner(choice.torch_reference(), device, name))
     assert found[0] == expected[0]
-    assert len(set(found[0])) > 5, "a model that says one thing tells nothing"
+    assert len(set(found[0])) > 5, "a model that repeats itself proves nothing"
     assert found[1] == pytest.approx(expected[1], abs=1e-4)
 
 
 @everywhere
 def test_no_step_waits_for_the_device(device):
-    """But for penalties, which look at the tokens before on the host."""
+    """Except with penalties, which look at earlier tokens on the host."""
     runner = make_runner(choice.triton_kernels(), device)
     new = {0: GREEDY, 1: SEEDED, 2: Sampling(temperature=1, top_p=1, typical_p=0.8, num_top_logprobs=3)}
     prompts = step(chunk(0, 0, 19), chunk(1, 0, 40), chunk(2, 0, 5), new=new)
@@ -189,8 +189,8 @@ def test_no_step_waits_for_the_device(device):
 
 
 @pytest.mark.skipif(ON_GPU, reason="only the interpreter shows what a kernel is launched with")
-def test_no_batch_size_is_compiled_for_itself(monkeypatch):
-    """Triton specialises for pointers that are multiples of 16; where rows are odd in number, one might not be."""
+def test_no_batch_size_needs_a_compilation_of_its_own(monkeypatch):
+    """Triton specialises for pointers that are multiples of 16; with an odd number of rows, one might not be."""
     from triton.runtime.interpreter import GridExecutor
 
     launch, launched = GridExecutor.__call__, []
@@ -210,8 +210,8 @@ def test_no_batch_size_is_compiled_for_itself(monkeypatch):
 
 
 @everywhere
-def test_the_torch_twins_do_wait(device):
-    """Or else the test above could not fail."""
+def test_the_torch_twins_wait_for_the_device(device):
+    """Otherwise the test that no step waits could not fail."""
     runner = make_runner(choice.torch_reference(), device)
     runner.execute(step(chunk(2, 0, 5), new={2: SEEDED}))
     with pytest.raises((AssertionError, RuntimeError), match=r"waits|synchroniz"), never_waits(device):

@@ -30,7 +30,7 @@ def parameters(temperature, top_k=None, top_p=1.0, min_p=0.0, seed=0, typical_p=
 
 
 def draw(logits, samples, device, filters=True):
-    """By the kernels, from the arguments of the worker's sampler."""
+    """Draws with the kernels, from the arguments of the worker's sampler."""
     size = logits.shape[1]
 
     def column(values, dtype):
@@ -72,7 +72,7 @@ def test_the_best_token_is_taken_without_temperature(device, size):
 
 @everywhere
 @pytest.mark.parametrize("size", [1, 6, 1000, 20_001])
-def test_a_draw_without_filters_is_the_samplers(device, size):
+def test_a_draw_without_filters_equals_that_of_the_sampler(device, size):
     torch.manual_seed(size)
     rows = [(0.7, 3, 0, 5), (1e-5, 4, 1, 6), (100.0, 2**64 - 1, 2, 7), (0.0, 9, 0, 8), (1.3, 2**40 + 7, 0, 100_000)]
     samples = [Sample(parameters(heat, seed=seed), index, position) for heat, seed, index, position in rows]
@@ -104,7 +104,7 @@ FILTERS = [
     "size, heat",
     [(1, 1.0), (40, 4.0), (5000, 0.5), (5000, 1.0), pytest.param(40_001, 0.5, marks=pytest.mark.long), (40_001, 1.0)],
 )
-def test_a_filtered_draw_is_the_samplers(device, size, heat):
+def test_a_filtered_draw_equals_that_of_the_sampler(device, size, heat):
     torch.manual_seed(size)
     samples = [Sample(parameters(heat, seed=11 + i, **f), i, 3 * i) for i, f in enumerate(FILTERS)]
     assert_draws_alike(device, 2 * torch.randn(len(FILTERS), size), samples)
@@ -112,7 +112,7 @@ def test_a_filtered_draw_is_the_samplers(device, size, heat):
 
 @everywhere
 @pytest.mark.parametrize("likely", [range(0, 300), range(5, 40_000, 4096), [*range(7, 40_000, 4096), *range(100, 900)]])
-def test_a_filtered_draw_is_the_samplers_wherever_the_likely_tokens_are(device, likely):
+def test_a_filtered_draw_equals_that_of_the_sampler_wherever_the_likely_tokens_are(device, likely):
     logits = torch.randn(4, 40_000)
     logits[:, likely] += 9
     filters = [{"top_k": 9}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.7}, {"top_p": 0.9, "typical_p": 0.5}]
@@ -126,7 +126,7 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept(device):
     samples = [Sample(parameters(1.0, top_k=2, seed=seed), 0, 0) for seed in range(12)]
     drawn = set(draw(logits, samples, device))
     assert drawn <= {1, 2, 3, 4}
-    assert drawn & {3, 4}, "the last one kept is 2: these tie with it"
+    assert drawn & {3, 4}, "the last kept token is 2: these tie with it"
     assert_draws_alike(device, logits, samples)
 
 
@@ -140,7 +140,7 @@ def test_forbidden_tokens_are_never_drawn(device):
 
 
 @everywhere
-def test_a_row_that_is_no_distribution_gets_some_token_and_spoils_no_other(device):
+def test_a_row_that_is_no_distribution_gets_some_token_and_spoils_no_other_row(device):
     logits = torch.randn(3, 1000)
     logits[1] = math.nan
     samples = [Sample(parameters(1.0, seed=seed, top_k=20, top_p=0.9), 0, 0) for seed in range(3)]
@@ -168,11 +168,11 @@ def test_sampling_refuses_arguments_that_do_not_fit(device):
     assert sample_tokens(logits[:0], heat[:0], *(name[:0] for name in names)).tolist() == []
 
 
-# As the worker's sampler calls it
+# As called by the worker's sampler
 
 
 def kinds_of_samples():
-    """A sample of every kind, and of all at once."""
+    """A sample of every kind, and one of all kinds together."""
     history = TokenHistory(np.array([3, 4, 5], dtype=np.int32))
     history.note(0, 3, np.array([7, 7, 9], dtype=np.int32))
     greedy, heated = parameters(0.0), parameters(0.8, seed=3)
@@ -198,7 +198,7 @@ def likely_logits(num_rows, size=1500):
 
 
 def assert_sampled_alike(found, expected):
-    """Of two `SampledTokens`, or parts of them."""
+    """Compares two `SampledTokens`, or parts of them."""
     for name in (field.name for field in fields(found)):
         ours, theirs = getattr(found, name), getattr(expected, name)
         if isinstance(ours, torch.Tensor) and ours.is_floating_point():
@@ -210,7 +210,7 @@ def assert_sampled_alike(found, expected):
 
 
 @everywhere
-def test_samples_of_every_kind_come_out_as_by_the_twin_and_nobody_waits(device):
+def test_samples_of_every_kind_equal_those_of_the_twin_and_the_host_does_not_wait(device):
     samples = kinds_of_samples()
     logits = likely_logits(len(samples))
     expected = draw_tokens(logits.clone(), samples)
@@ -223,7 +223,7 @@ def test_samples_of_every_kind_come_out_as_by_the_twin_and_nobody_waits(device):
 
 
 @everywhere
-def test_a_sample_comes_out_alone_as_beside_others(device):
+def test_a_sample_is_the_same_alone_and_beside_others(device):
     samples = kinds_of_samples()
     logits = likely_logits(len(samples)).to(device)
     together = draw_tokens(logits.clone(), samples, sample_tokens).token_ids.tolist()

@@ -1,4 +1,4 @@
-"""Health by progress: steps that do not come back, workers that do not answer, and requests that nobody plans."""
+"""Health by progress: steps that do not return, workers that do not answer, and requests that are not planned."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from scheduler.watchdog import Watchdog
 STALL_S = 0.25
 
 
-async def test_a_step_that_does_not_come_back_is_told_to_watchers_and_what_comes_waits():
+async def test_watchers_learn_of_a_step_that_does_not_return_and_new_requests_wait():
     worker = FakeWorker()
     async with control_plane(worker, health_stall_s=STALL_S, num_speculative_tokens=0) as plane:
         watch = HealthStub(plane.channel).Watch(HealthCheckRequest())
@@ -30,7 +30,7 @@ async def test_a_step_that_does_not_come_back_is_told_to_watchers_and_what_comes
         worker.gate.set()
         assert (await watch.read()).status == HealthCheckResponse.SERVING
         assert [await call, await later] == [TEXT[:40], "The"]
-        assert len(worker.requests) == 40, "the step was not given up, and is not computed twice"
+        assert len(worker.requests) == 40, "the step was not given up and computed twice"
         watch.cancel()
 
 
@@ -70,7 +70,7 @@ async def test_requests_that_wait_while_nothing_is_planned_are_logged_with_the_s
 
 
 class Worker:
-    """A loop's worker and its steps, as a test wants them."""
+    """The worker of a scheduler loop and its steps, set by the test."""
 
     def __init__(self) -> None:
         self.connected, self.stall, self.num_answered = True, None, 0
@@ -89,18 +89,18 @@ class Steps:
 
 
 @pytest.mark.parametrize(("expected_s", "num_looks"), [(0.0, 5), (1.2, 5), (2.5, 10)])
-async def test_a_step_may_take_four_times_what_it_is_expected_to_if_that_is_longer(expected_s, num_looks):
+async def test_a_step_may_take_four_times_its_expected_time_if_that_is_longer(expected_s, num_looks):
     worker = Worker()
     worker.in_flight = Steps(expected_s)
-    watchdog = Watchdog(worker, stall_s=5.0)  # a look a second
+    watchdog = Watchdog(worker, stall_s=5.0)  # looks once a second
     assert [await watchdog.look() for _ in range(num_looks)] == [None] * num_looks
     assert await watchdog.look() == f"the worker has not answered a step for {num_looks} s"
     worker.num_answered += 1
     assert await watchdog.look() is None
-    assert worker.num_asked == 0, "who computes is not asked"
+    assert worker.num_asked == 0, "a worker that computes is not asked"
 
 
-async def test_an_idle_worker_is_asked_and_its_silence_is_the_stall():
+async def test_an_idle_worker_is_asked_and_its_silence_is_a_stall():
     worker = Worker()
     watchdog = Watchdog(worker, stall_s=5.0)
     assert await watchdog.look() is None
@@ -109,7 +109,7 @@ async def test_an_idle_worker_is_asked_and_its_silence_is_the_stall():
     assert worker.num_asked == 2
 
 
-async def test_a_worker_that_ends_every_stream_at_once_is_not_connected_to_without_a_pause():
+async def test_connections_to_a_worker_that_ends_every_stream_at_once_are_spaced_out():
     times = []
 
     class Hasty(FakeWorker):

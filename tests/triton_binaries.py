@@ -1,6 +1,6 @@
-"""Compiles the Triton kernels as a GPU would get them, and prints what the binaries take; needs no GPU.
+"""Compiles the Triton kernels as for a GPU, and prints what the binaries need; it needs no GPU itself.
 
-To be run as a program, in a process that does not ask for Triton's interpreter. Prints a JSON object: the case's name
+Run it as a program, in a process that does not ask for Triton's interpreter. Prints a JSON object: the case's name
 -> registers a thread, bytes of stack (spilled registers), shared memory, and instructions that matter, by their count.
 """
 
@@ -46,7 +46,7 @@ _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def _attention(
     short, dtype, head_dim, group, block_size, capability, window=0, capped=False, queries=1, cache_dtype=None
 ):
-    """A case with the tile that the wrapper takes for it."""
+    """A case with the tile that the wrapper chooses for it."""
     import torch
 
     from kernels.decode_attention import short_tile
@@ -138,7 +138,7 @@ def cases() -> dict[str, Case]:
 
 
 def compile_case(case: Case) -> dict[str, int]:
-    """What the binary takes. Pointers, strides and sizes count as divisible by 16, as they are in practice."""
+    """What the binary needs. Pointers, strides and sizes count as divisible by 16, as they are in practice."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,6 +1,6 @@
 """Where the tests of Triton kernels run them: on the GPU, or where there is none in Triton's interpreter on the CPU.
 
-To be imported before the kernels are, since a kernel is made for one of the two when it is imported.
+Import it before the kernels: a kernel is made for one of the two when it is imported.
 """
 
 import inspect
@@ -42,10 +42,10 @@ everywhere = pytest.mark.parametrize("device", [_IN_INTERPRETER, _ON_GPU])
 
 
 def _mend_the_interpreter() -> None:
-    """Makes Triton 3.6's interpreter count under numpy 2.4, and round to bfloat16 as the GPU does.
+    """Makes Triton 3.6's interpreter work with numpy 2.4, and round to bfloat16 as the GPU does.
 
-    It turns a one-element array into a number by int(), which numpy 2.4 refuses, and cuts the lower half of a float32
-    off where the GPU rounds it to the nearest, ties to even.
+    It turns one-element arrays into numbers by int(), which numpy 2.4 refuses, and it cuts off the lower half of a
+    float32, where the GPU rounds to the nearest, ties to even.
     """
     from triton import language as tl
     from triton.runtime import interpreter
@@ -66,7 +66,7 @@ def _mend_the_interpreter() -> None:
 
 
 def _hasten_the_interpreter() -> None:
-    """Each call of a kernel's function looks for the builtins of whole modules, and each operation makes a table."""
+    """Caches what the interpreter looks up: builtins of whole modules at each call, and a table at each operation."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -90,7 +90,7 @@ def _hasten_the_interpreter() -> None:
 
 
 def _interpret_tritons_own_functions() -> None:
-    """As if Triton had been imported just now: transformers may have imported it before, to be compiled."""
+    """As if Triton were imported only now: transformers may have imported it before, for compiling."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -101,11 +101,11 @@ def _interpret_tritons_own_functions() -> None:
                     setattr(module, attribute, InterpretedFunction(value.fn))
 
 
-# What reads a tensor's values on the host, or makes a tensor whose shape hangs on them.
+# Operations that read a tensor's values on the host, or whose output's shape depends on them.
 _READS = {"item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__", "is_nonzero"}
 _READS |= {"__contains__", "equal", "allclose", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
 _READS |= {"bincount", "repeat_interleave"}
-# What copies from memory that is not pinned, for which the host waits; `worker.transfer` is the way.
+# Operations that copy from memory that is not pinned, for which the host waits; use `worker.transfer`.
 _COPIES = {"tensor", "as_tensor", "cuda"}
 
 
@@ -122,14 +122,14 @@ class _Waiting(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__"):
             indexes = args[1] if isinstance(args[1], tuple) else (args[1],)
             for index in indexes:
-                assert not isinstance(index, list | np.ndarray), "an index is copied to the device, and waited for"
-                assert getattr(index, "dtype", None) != torch.bool, "a mask is counted on the device, and waited for"
+                assert not isinstance(index, list | np.ndarray), "the host waits for a copy of the index"
+                assert getattr(index, "dtype", None) != torch.bool, "the host waits for a count of the mask"
         return function(*args, **kwargs)
 
 
 @contextmanager
 def never_waits(device: torch.device) -> Iterator[None]:
-    """Fails if what is inside makes the host wait for the device. On a CPU what a kernel does inside does not count."""
+    """Fails if the body makes the host wait for the device. On a CPU, what a kernel itself does is not counted."""
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
         try:

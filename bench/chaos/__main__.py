@@ -1,10 +1,11 @@
-"""`python -m bench.chaos`: processes die, hang and are stopped at random, and no stream is other than it would be.
+"""`python -m bench.chaos`: processes die, hang and are stopped at random, and every stream stays as it would be.
 
 A cluster under the launcher's supervision, in float32, with two routers on one port; first with one scheduler, then
-with two, each with its worker. An undisturbed pass says what each request is answered. Then clients ask for the same
-again and again, in any company, while workers, schedulers and routers get SIGKILL, SIGTERM and SIGSTOP (with SIGCONT
-after a while) at random moments. Each answer must be the undisturbed one: token ids, text, reasons, counts,
-log-probabilities to 1e-4. At the end nothing is live, and all blocks are free. Exit status 1 if anything was otherwise.
+with two, each with its worker. An undisturbed pass tells what the answer to each request is. Then clients ask for the
+same again and again, in any combination, while workers, schedulers and routers get SIGKILL, SIGTERM and SIGSTOP (with
+SIGCONT after a while) at random moments. Each answer must be the undisturbed one: token ids, text, reasons, counts,
+log-probabilities to 1e-4. At the end nothing may be live, and all blocks must be free. Exit status 1 if anything is not
+so.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from bench.chaos.report import Outcome
 from bench.chaos.requests import PROMPTS, Asked, mixed
 from bench.chaos.site import Site, cold_start_s, supervised
 from bench.control_plane import cached_model
+from pagewire.cluster import LaunchError
 from pagewire.results import Completion
 
 _IDLE_WITHIN_S = 60.0
@@ -39,7 +41,7 @@ class Plan:
     """What to do to one cluster.
 
     Attributes:
-        spacing_s: the longest time between two faults that do not come together, once streams move again.
+        spacing_s: at most this long between two faults that do not come together, once streams move again.
         suspensions_s: (shortest, longest) times of SIGSTOP; None for the usual ones.
     """
 
@@ -80,7 +82,7 @@ async def disturb(plan: Plan, folder: Path, log: Path, console: Console) -> Outc
 
 
 async def undisturbed(site: Site, plan: Plan) -> tuple[list[Asked], list[Completion]]:
-    """The requests, and what each is answered when it is alone and nothing fails."""
+    """The requests, and the answer to each when it is alone and nothing fails."""
     load = Load(site.target, (), 1)
     plain = mixed(plan.seed, plan.max_tokens, plan.prompts)
     answers = await load.once(plain)
@@ -158,7 +160,9 @@ async def recoveries(plan: Plan, folder: Path) -> dict[str, list[float]]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=120, help="over both forms of the cluster")
     parser.add_argument("--schedulers", type=int, choices=[1, 2], help="one form only")
     parser.add_argument("--seed", type=int, default=1)
@@ -167,14 +171,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], help="SERVICE.OPTION=VALUE, as of `pagewire up`")
     parser.add_argument("--no-recovery", action="store_true", help="leave out how soon a killed service is back")
     parser.add_argument("--logs", type=Path, help="folder for the services' logs")
-    parser.add_argument("--json", type=Path, help="file to write all figures to")
-    return parser.parse_args()
+    parser.add_argument("--json", type=machine.output_file, help="file to write all figures to")
+    arguments = parser.parse_args()
+    if arguments.faults < 1 or arguments.clients < 1:
+        parser.error("--faults and --clients must be at least 1")
+    return arguments
 
 
 async def _main(arguments: argparse.Namespace, console: Console) -> bool:
     model = arguments.model or cached_model()
     if model is None:
         raise SystemExit("no model: fetch the built-in one with `pagewire model`, or give --model FOLDER")
+    if arguments.logs is not None:
+        arguments.logs.mkdir(parents=True, exist_ok=True)
     forms = [arguments.schedulers] if arguments.schedulers else [1, 2]
     plan = Plan(model, 1, arguments.faults, arguments.seed, arguments.clients, settings=tuple(arguments.set))
     found: dict[str, object] = machine.facts(["pagewire", "grpcio", "protobuf", "torch"]) | {"model": model.name}
@@ -208,7 +217,12 @@ async def _main(arguments: argparse.Namespace, console: Console) -> bool:
 
 def main() -> None:
     """Entry point."""
-    sys.exit(0 if asyncio.run(_main(_arguments(), Console())) else 1)
+    arguments = _arguments()
+    try:
+        is_right = asyncio.run(_main(arguments, Console()))
+    except LaunchError as error:
+        sys.exit(f"python -m bench.chaos: {error}")
+    sys.exit(0 if is_right else 1)
 
 
 if __name__ == "__main__":

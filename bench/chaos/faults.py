@@ -14,10 +14,10 @@ from bench.chaos.site import Site
 SERVICES = ("worker", "scheduler", "router")
 RANK = "rank"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
-# Seconds that a process is suspended: mostly less than anybody looks for, sometimes over --health-stall-s (5 s) or
-# until its supervisor or keepalive has given it up.
+# Seconds that a process is suspended: mostly too few for anything to notice, sometimes more than --health-stall-s
+# (5 s), or so many that its supervisor or a keepalive gives it up.
 _SUSPENSIONS_S = ((0.1, 2.0),) * 6 + ((2.0, 8.0),) * 2 + ((20.0, 45.0),)
-# A request fails when three workers, or schedulers, are lost over it without a token between (docs/architecture.md).
+# A request fails when three workers, or schedulers, are lost over it without a token in between (docs/architecture.md).
 _MOST_BEFORE_PROGRESS = 2
 _PROGRESS_WITHIN_S = 120.0
 
@@ -46,7 +46,7 @@ class Faults:
     """Faults at random moments, every service and signal equally often.
 
     Args:
-        spacing_s: two faults that do not come together are so many seconds apart at most, once streams move again.
+        spacing_s: at most this long between two faults that do not come together, once streams move again.
         suspensions_s: (shortest, longest) times between SIGSTOP and SIGCONT, of which one is drawn.
     """
 
@@ -66,11 +66,11 @@ class Faults:
         self._spacing_s = spacing_s
         self._suspensions_s = suspensions_s
         self._deck: list[tuple[str, signal.Signals]] = []
-        # Of workers and schedulers, since all streams have moved.
+        # Those of workers and schedulers since all streams last moved.
         self._before_progress: list[Fault] = []
 
     async def inflict(self, num: int) -> None:
-        """So many; returns when all that was suspended goes on or is gone."""
+        """Inflicts so many faults; returns when every suspended process runs again or is gone."""
         async with asyncio.TaskGroup() as resuming:
             while len(self.done) < num:
                 fault = self._next()
@@ -121,7 +121,7 @@ class Faults:
 
 
 async def wait_until_all_move(site: Site, load: Load, fault: Fault) -> None:
-    """Returns when something has come of every stream that was live at a fault.
+    """Returns when every stream that was live at a fault has moved since.
 
     Raises:
         AssertionError: that is not so in time.
@@ -136,9 +136,9 @@ async def wait_until_all_move(site: Site, load: Load, fault: Fault) -> None:
 
 
 async def recovery_s(site: Site, load: Load, name: str) -> float:
-    """Kills a service that nothing stands beside; seconds until the first token that comes of the next one.
+    """Kills a service that has no replica; returns the seconds until its successor's first token.
 
-    Tokens that were on their way come within 50 ms.
+    Tokens that were on their way already come within 50 ms.
     """
     fault = Fault(time.monotonic(), name, signal.SIGKILL)
     os.kill(site.pids[name], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Clients that ask, read and compare all the time, and when each of their deltas came."""
+"""Clients that ask, read and compare all the time, and the times of their deltas."""
 
 import asyncio
 import bisect
@@ -17,17 +17,17 @@ from pagewire.access import Access
 from pagewire.errors import RequestError
 from pagewire.results import Completion
 
-# What a client is told that may ask again, where nothing of the answer has come.
+# Codes after which a client may ask again, if nothing of the answer has come.
 _ASK_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _ASK_AGAIN_S = 0.2
 # An answer takes seconds, and the longest fault half a minute.
 _LONGEST_S = 180.0
-# A stream that has been silent for longer pauses already.
+# A stream that has been silent for longer than this was pausing before the fault.
 _SHORTLY_S = 1.0
 
 
 class _OwnConnection(Access):
-    """Channels that share no connection with the others of this process, so that each may come to another router."""
+    """Channels that share no connection with the others of this process, so that each may reach another router."""
 
     def aio_channel(self, target: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
         return super().aio_channel(target, [*options, ("grpc.use_local_subchannel_pool", 1)])
@@ -48,7 +48,7 @@ class Reading:
     ended: float | None = None
 
     def moved_since(self, at: float) -> bool:
-        """Whether something has come of it; of what is held back, all."""
+        """Whether a delta has come since; of an answer that is held back, whether all of it has."""
         return self.ended is not None or (self.asked.streamed and bool(self.times) and self.times[-1] > at)
 
     def longest_gap_s(self, start: float, end: float) -> float | None:
@@ -67,10 +67,10 @@ class Load:
     Attributes:
         readings: every stream, in the order of their start.
         live: those that have not ended.
-        wrong: what was wrong with an answer, or kept it from being one.
+        wrong: what was wrong with an answer, or why there was none.
         num_answers: that were as expected.
         num_tokens: in them.
-        num_asked_again: requests that a router would not take, or left before their first token.
+        num_asked_again: requests that a router refused, or left before their first token.
     """
 
     target: str
@@ -89,7 +89,7 @@ class Load:
             return [await self._answer(client, asked) for asked in requests]
 
     async def run(self, expected: Sequence[Completion], stop: asyncio.Event, num_rounds: int | None = None) -> None:
-        """Asks for all, again and again, until `stop` or so many times; what is live then is read to its end."""
+        """Asks for all, again and again, until `stop` is set or so many times; live answers are read to their end."""
         rounds = itertools.count() if num_rounds is None else range(num_rounds)
         work = iter(pair for _ in rounds for pair in zip(self.requests, expected, strict=True))
         async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""What a run of faults comes to: how long streams paused, by service and signal, and what it cost to go on."""
+"""The results of a run with faults: how long streams paused, by service and signal, and what it cost to go on."""
 
 import itertools
 from collections import defaultdict
@@ -18,15 +18,16 @@ class Row:
 
     Attributes:
         num_streams: that moved when one of them came.
-        pause_p50_s: of each such stream, the longest time between two deltas that began before the next fault.
+        pause_p50_s: of each such stream, the longest time between two deltas that began before the next fault; None
+            where there was no such stream.
     """
 
     service: str
     signal: str
     num_faults: int
     num_streams: int
-    pause_p50_s: float
-    pause_p99_s: float
+    pause_p50_s: float | None
+    pause_p99_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,12 @@ def rows_of(faults: Sequence[Fault], load: Load) -> list[Row]:
                 if gap_s is not None:
                     pauses[kind].append(gap_s)
     order = [(service, number.name) for service in (*SERVICES, RANK) for number in SIGNALS]
-    return [
-        Row(*kind, counts[kind], len(found), percentile(found, 50), percentile(found, 99))
-        for kind in order
-        if (found := pauses[kind] or [0.0]) and counts[kind]
-    ]
+    return [_row(*kind, counts[kind], pauses[kind]) for kind in order if counts[kind]]
+
+
+def _row(service: str, signal: str, num_faults: int, pauses: Sequence[float]) -> Row:
+    p50, p99 = (percentile(pauses, p) if pauses else None for p in (50, 99))
+    return Row(service, signal, num_faults, len(pauses), p50, p99)
 
 
 def table(outcome: Outcome) -> Table:
@@ -78,6 +80,6 @@ def table(outcome: Outcome) -> Table:
     for name in ("service", "signal", "faults", "streams", "pause p50, s", "p99"):
         grid.add_column(name, justify="left" if name in ("service", "signal") else "right")
     for row in outcome.rows:
-        figures = [f"{row.pause_p50_s:.2f}", f"{row.pause_p99_s:.2f}"]
+        figures = ["-" if pause is None else f"{pause:.2f}" for pause in (row.pause_p50_s, row.pause_p99_s)]
         grid.add_row(row.service, row.signal, str(row.num_faults), str(row.num_streams), *figures)
     return grid

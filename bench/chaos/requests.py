@@ -25,9 +25,9 @@ KINDS: dict[str, Options] = {
     "beams": {"beam_width": 3},
     "logprobs": {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 1},
 }
-# Those of whose answer nothing is told before its end.
+# Those whose answers come only when they are complete.
 _HELD_BACK = ("best of 3", "beams")
-# In log-probability, float32: what the sizes of batches and chunks may do to a sum.
+# Of log-probabilities in float32: sums differ this much with the sizes of batches and chunks.
 _TOLERANCE = 1e-4
 
 
@@ -49,7 +49,7 @@ class Asked:
         return self.kind not in _HELD_BACK
 
     def with_stop_string(self, answer: Completion) -> "Asked":
-        """The same, but to end in the middle of what it has answered."""
+        """The same, but with a stop string from the middle of its answer."""
         text = answer.text
         options: Options = {**self.options, "stop": text[len(text) // 2 :][:6]}
         return Asked("stop strings", self.prompt, options)

@@ -22,7 +22,7 @@ _READ_S = 0.25
 _COMPUTED = "pagewire_iteration_tokens_sum"
 SETTINGS = (
     "worker.dtype=float32",
-    # So that some faults outlast the grace of a SIGTERM before.
+    # Short, so that some faults last longer than the grace of a SIGTERM that came before.
     "worker.drain-grace-s=1",
     "scheduler.drain-grace-s=2",
     "router.drain-grace-s=2",
@@ -30,7 +30,7 @@ SETTINGS = (
 
 
 def steady_policy() -> RestartPolicy:
-    """Each death is as the first one is for `pagewire up`: here many of them are no sign of a crash loop."""
+    """Each death is treated as `pagewire up` treats the first: here, many deaths are no sign of a crash loop."""
     return RestartPolicy(max_delay_s=0, max_deaths=1 << 30)
 
 
@@ -43,7 +43,7 @@ class Site:
         pids: of the processes that live, by service name.
         num_schedulers: and as many workers.
         run: ends with an error when supervision has given up.
-        num_computed_tokens: by all schedulers' lives, prompts and outputs, as their metrics said a moment ago.
+        num_computed_tokens: of prompts and outputs, by all schedulers and their predecessors, as last read.
     """
 
     target: str
@@ -67,7 +67,7 @@ class Site:
             raise RuntimeError("the cluster ended")
 
     async def count_computed(self) -> None:
-        """Adds up for ever what the schedulers' counters gain; a restarted one begins at 0."""
+        """Adds up, without end, what the schedulers' counters gain; a restarted one begins at 0."""
         last: dict[int, float] = {}
         while True:
             for port in self.metrics_ports:

@@ -1,15 +1,14 @@
 """`python -m bench.compare`: Pagewire's service and its peers on the same prompts, interleaved; ratios, JSON, a plot.
 
-Peers are installed into environments of their own, once; one that cannot be is said so and left out. All engines get
-the same token ids, decode greedily and write as many tokens as they are told; all figures are computed here, from
-the times that their drivers note. README.md beside this file tells what makes it fair.
+Each peer is installed once, into an environment of its own; one that cannot be installed is named and left out. All
+engines get the same token ids, decode greedily and write as many tokens as they are told. All figures are computed
+here, from the times that their drivers note. README.md beside this file tells what makes it fair.
 """
 
 import argparse
 import signal
 import sys
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 
 import platformdirs
@@ -23,30 +22,31 @@ from bench.compare.install import InstallError, Peers
 from bench.compare.rounds import Comparison
 from bench.compare.rows import ROWS, compare
 from bench.compare.variants import VARIANTS, Variant, prepare, select
+from pagewire.errors import PagewireError
 from pagewire.models import DEFAULT_MODEL, resolve
 
-# An engine is not started into less: the system would end some process, and not say which measurement it spoilt.
+# With less, no engine is started: the kernel would kill some process, and nobody could tell what that spoilt.
 _LEAST_FREE_BYTES = 3 << 30
-_FILE_COLUMNS = 160
 
 
 def main() -> None:
     """Entry point."""
     arguments = _parse()
-    # The end of this process ends its engines in order, whoever asks for it.
+    # SIGTERM ends the engines in order, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # In a file, tables are as wide as they need.
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _FILE_COLUMNS)
+    console = Console(highlight=False, soft_wrap=True, width=machine.columns())
     try:
         status = run(arguments, console)
     except KeyboardInterrupt:
         console.print("interrupted")
         status = 130
+    except PagewireError as error:
+        sys.exit(f"python -m bench.compare: {error}")
     sys.exit(status)
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Installs, plays, shows and writes; gives the exit status."""
+    """Installs, plays, shows and writes; returns the exit status."""
     model = Path(resolve(arguments.model, console))
     prompts = workload.make(model)
     commands, left_out = _prepare(arguments.variants, model, arguments.peers, console)
@@ -95,7 +95,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.figure and any(run.rate is not None for run in results.runs):
         plot.draw(results.runs, arguments.figure)
         console.print(f"w4 at all rates: {arguments.figure}")
-    return 130 if interrupted else 0
+    if interrupted:
+        return 130
+    return 0 if results.runs else 1
 
 
 def _prepare(
@@ -114,7 +116,7 @@ def _prepare(
         for variant in variants:
             try:
                 commands[variant.name] = prepare(variant, model, peers, folder / "logs")
-            except InstallError as error:
+            except (InstallError, OSError) as error:
                 left_out[variant.name] = f"not installed: {error}"
                 console.print(f"{variant.name} is left out, {left_out[variant.name]}", markup=False)
     return commands, left_out
@@ -138,21 +140,24 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--probes", type=int, default=4, help="of each search for the highest rate; 0: none (%(default)s)"
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="as for `pagewire up` (%(default)s)")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a checkpoint's folder (%(default)s: the built-in one)")
     parser.add_argument("--peers", type=Path, default=cache, help="where peers are installed (%(default)s)")
-    parser.add_argument("--json", type=Path, default=out.with_suffix(".json"), help="file for all runs (%(default)s)")
-    parser.add_argument("--figure", type=Path, default=out.with_suffix(".svg"), help="SVG or PNG to draw (%(default)s)")
+    parser.add_argument(
+        "--json", type=machine.output_file, default=f"{out}.json", help="file for all runs (%(default)s)"
+    )
+    parser.add_argument(
+        "--figure", type=machine.picture_file, default=f"{out}.svg", help="SVG or PNG to draw (%(default)s)"
+    )
     arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.probes < 0:
+        parser.error("--rounds must be at least 1, and --probes at least 0")
     arguments.workloads = [name.strip() for name in arguments.workloads.split(",")]
     try:
         arguments.variants = select([name.strip() for name in arguments.engines.split(",")], arguments.workloads)
     except ValueError as error:
         parser.error(str(error))
-    if find_spec("matplotlib") is None:
-        # Now rather than after an hour.
-        parser.error("the plot needs matplotlib, which the bench extra has: pip install --editable '.[bench]'")
-    for path in (arguments.json, arguments.figure):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    if not arguments.variants:
+        parser.error("none of these engines plays any of these workloads")
     return arguments
 
 

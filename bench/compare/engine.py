@@ -25,7 +25,7 @@ _POLL_S = 0.01
 
 
 class EngineError(Exception):
-    """An engine does not start, fails a run, or answers something else than what was asked."""
+    """An engine did not start, failed a run, or answered something other than what was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Engine:
         first_answer_s: from its start to the first token of the first run.
 
     Raises:
-        EngineError: it did not become ready; nothing of it runs any more.
+        EngineError: it did not become ready; none of its processes is left.
     """
 
     def __init__(self, command: Command) -> None:
@@ -84,10 +84,10 @@ class Engine:
             raise
 
     def play(self, rows: Sequence[Record]) -> float:
-        """Plays a run, and fills in times and output of its requests; gives the cores that others used meanwhile.
+        """Plays a run, and fills in the times and output of its requests; returns the cores that others used meanwhile.
 
         Raises:
-            EngineError: it failed, or gave another number of tokens than asked.
+            EngineError: it failed, or gave more or fewer tokens than asked.
         """
         asked = [{"token_ids": row.token_ids, "max_tokens": row.max_tokens, "at": row.at} for row in rows]
         line = json.dumps({"requests": asked}).encode() + b"\n"
@@ -111,19 +111,19 @@ class Engine:
         return max(0.0, busy - busy_then - (own - own_then)) / seconds
 
     def pause(self) -> None:
-        """Stops its processes until `resume`: some poll while they wait, and would slow down whoever plays."""
+        """Stops its processes until `resume`: some poll while they wait, and would slow down the one that plays."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Lets its processes go on."""
         self._signal(signal.SIGCONT)
 
-    def peak_memory_bytes(self) -> int:
-        """The greatest memory of its processes since their start, what they share counted once."""
-        return memory.peak_memory_bytes(self._pids)
+    def peak_memory_bytes(self) -> int | None:
+        """The greatest memory of its processes, what they share counted once; None if they are gone."""
+        return memory.peak_memory_bytes(self._pids) or None
 
     def close(self) -> None:
-        """Lets the driver end by itself, and ends what is left, by process id; at once when it is interrupted."""
+        """Lets the driver end by itself, then ends what is left, by process id; at once if interrupted."""
         born = {pid: start_ticks(pid) for pid in with_descendants([self._process.pid])}
         self.resume()
         try:
@@ -135,22 +135,22 @@ class Engine:
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
             deadline = time.monotonic() + _STOP_S
-            # Their memory is for the next engine.
+            # The next engine needs their memory.
             while any(start_ticks(pid) == born[pid] for pid in left) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
 
     def _end(self) -> None:
-        """Ends the driver, unless it does not listen to SIGTERM."""
+        """Ends the driver, unless it ignores SIGTERM."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        # What it has not read of a run does not matter any more.
+        # Whatever it has not read yet does not matter.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdout.close()
         if not self._busy:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_S)
-        # It does not read while it plays.
+        # A driver that plays does not read its input.
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
@@ -161,7 +161,7 @@ class Engine:
                 os.kill(pid, number)
 
     def _answer(self, within_s: float) -> dict[str, Any]:
-        """The driver's next line, for which it may take some time."""
+        """The driver's next line, waited for at most so long."""
         assert self._process.stdout is not None
         self._busy = True
         file, deadline = self._process.stdout.fileno(), time.monotonic() + within_s

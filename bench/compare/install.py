@@ -22,7 +22,7 @@ _TAIL_LINES = 4
 
 
 class InstallError(Exception):
-    """A peer cannot be installed, or cannot load the model; the last words of what failed are its reason."""
+    """A peer cannot be installed, or cannot load the model; the reason is the end of the output of what failed."""
 
 
 class Peers:
@@ -30,7 +30,7 @@ class Peers:
 
     Args:
         folder: made if need be; nothing else may be in it.
-        say: takes what is being done, when it takes long.
+        say: called with what is being done, when that takes long.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
@@ -77,7 +77,7 @@ class Peers:
         log = target.with_name(f"{form}.log")
         kind, _, precision = form.partition("-")
         if kind == "copy":
-            # A file that two engines map counts half in the memory of each; a file of their own does not.
+            # Peers map files of their own, as those do that load a converted checkpoint.
             shutil.copytree(model, target, dirs_exist_ok=True)
         elif kind == "openvino":
             _run([self.python("convert"), "-P", _CONVERT, model, target, precision], log)
@@ -119,7 +119,7 @@ class Peers:
 
 
 def wheel_requirements(wheel: Path, without: Sequence[str]) -> list[str]:
-    """What a wheel asks for always, but for the distributions named."""
+    """What a wheel always requires, except the distributions in `without`."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().splitlines()
@@ -157,7 +157,7 @@ def _build(pip: Sequence[object], recipe: Recipe, folder: Path, log: Path) -> No
 
 
 def _run(command: Sequence[object], log: Path) -> None:
-    """Runs a program with its output at the end of `log`; InstallError with its last words when it fails."""
+    """Runs a program and appends its output to `log`; if it fails, the InstallError has the end of that."""
     words = [str(word) for word in command]
     try:
         with log.open("ab") as output:
@@ -177,7 +177,7 @@ def _run(command: Sequence[object], log: Path) -> None:
 
 
 def _digest(model: Path) -> str:
-    """Tells a checkpoint from another one, and from itself as it was before it changed."""
+    """Differs between checkpoints, and changes when a checkpoint does."""
     stats = [(path.name, path.stat()) for path in sorted(model.iterdir()) if path.is_file()]
     told = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     return hashlib.sha256(told.encode()).hexdigest()[:12]

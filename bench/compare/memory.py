@@ -14,9 +14,9 @@ _MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ (\S+ [0-9]+)")
 def peak_memory_bytes(pids: Iterable[int]) -> int:
     """The greatest memory of these processes and their descendants since their start.
 
-    Each one's greatest resident size (VmHWM), less what stands in several of them now, so that nothing has to look at a
-    process while it is measured. Of a file's pages that is what all have beyond the one that has the most, whoever else
-    maps it; of what forked processes have from before, what their proportional sets leave to others.
+    Their greatest resident sizes (VmHWM) added up, less what several of them share now, so that nothing has to watch a
+    process while it is measured. Of a file's pages, what is taken off is all but the share of the process that has the
+    most, whoever else maps the file; of memory from before a fork, what a proportional set size leaves to the others.
     """
     pids = list(pids)
     files: defaultdict[str, list[int]] = defaultdict(list)
@@ -29,13 +29,13 @@ def peak_memory_bytes(pids: Iterable[int]) -> int:
 
 
 def _inherited_bytes(pid: int) -> int:
-    """What a process has in memory of no file and shares with a fork; 0 where the system does not tell."""
+    """Anonymous memory that a process shares with one that it forked; 0 where the kernel does not tell."""
     sizes = dict(map(_size, _lines(pid, "smaps_rollup")[1:]))
     return sizes["Anonymous"] - sizes["Pss_Anon"] if "Pss_Anon" in sizes else 0
 
 
 def _file_bytes(pid: int) -> Mapping[str, int]:
-    """Pages of each file that a process has in memory as they stand there; shared memory without a name is one too."""
+    """Bytes of each file that a process has in memory unchanged; shared memory without a name counts as a file."""
     files: defaultdict[str, int] = defaultdict(int)
     file = ""
     for line in _lines(pid, "smaps"):
@@ -48,7 +48,7 @@ def _file_bytes(pid: int) -> Mapping[str, int]:
 
 
 def _size(line: str) -> tuple[str, int]:
-    """Name and bytes of a line such as `Rss:  8 kB`; 0 bytes of one that tells something else."""
+    """Name and bytes of a line such as `Rss:  8 kB`; 0 bytes for a line of another kind."""
     name, _, rest = line.partition(":")
     return name, int(rest.split()[0]) << 10 if rest.endswith("kB") else 0
 

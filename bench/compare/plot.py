@@ -8,13 +8,13 @@ from pathlib import Path
 from bench.compare.rounds import TPOT_LIMIT_MS, Run
 
 _PANELS = (("tpot_p50_ms", "TPOT p50, ms"), ("ttft_p99_ms", "TTFT p99, ms"))
-# Ours first. Engines that there are no colours left for have the same ones with the next line and marker.
+# Ours first. When the colours are used up, they are repeated with the next line style and marker.
 _COLOURS = ("#d62728", "#4c78a8", "#f2b134", "#54a24b", "#b279a2", "#9d755d")
 _LINES = ("o-", "s--", "^:")
 
 
 def points(runs: Sequence[Run], engine: str, metric: str) -> list[tuple[float, float, float]]:
-    """(rate, output tokens a second, latency) of an engine, by rate; medians where a rate was played often."""
+    """(rate, output tokens a second, latency) of an engine, by rate; medians where a rate was played several times."""
     by_rate: dict[float, list[tuple[float, float]]] = {}
     for run in runs:
         throughput, latency = run.metrics["out_tok_s"], run.metrics[metric]

@@ -1,4 +1,4 @@
-"""How each peer is installed, as data: versions are pinned, so that figures of two days mean the same programs."""
+"""How each peer is installed, as data. Versions are pinned: figures of different days are of the same programs."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ class Recipe:
 
     Attributes:
         requirements: what pip installs, together.
-        wheel: installed last, with its requirements but those `without`: torch is there already, and what an index
-            has of its relatives is built for CUDA and does not even import beside a torch for CPUs.
-        source: a source distribution whose tree `cmake` builds the `targets` of.
-        tree: where in it.
-        options: of CMake.
+        wheel: installed last, with its requirements except those in `without`: torch is there already, and the usual
+            builds of torchvision and its like are for CUDA, and cannot be imported beside a torch for CPUs.
+        source: a source distribution, of which CMake builds `targets`.
+        tree: the folder in it that CMake builds.
+        options: for CMake.
     """
 
     requirements: tuple[str, ...]
@@ -33,7 +33,7 @@ RECIPES = {
     "openvino": Recipe((f"openvino-genai=={_OPENVINO}",)),
     "vllm": Recipe((TORCH,), wheel=_VLLM, without=("torch", "torchaudio", "torchvision", "torchcodec")),
     "llamacpp": Recipe(
-        # For the client of its server.
+        # For the driver, which is a client of its server.
         ("aiohttp==3.14.3",),
         source="llama-cpp-python==0.3.36",
         tree="vendor/llama.cpp",
@@ -53,7 +53,7 @@ RECIPES = {
         ),
     ),
     "transformers": Recipe((TORCH, "transformers==5.23.0", "accelerate==1.15.0")),
-    # Makes what OpenVINO and llama.cpp load of a checkpoint; measured it is not.
+    # Converts a checkpoint for OpenVINO and llama.cpp. It is not measured.
     "convert": Recipe(
         (TORCH, "nncf==3.4.0", "openvino==2026.4.1", f"openvino-tokenizers=={_OPENVINO}", "sentencepiece"),
         wheel="optimum-intel==2.2.0",

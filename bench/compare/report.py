@@ -1,4 +1,4 @@
-"""What the comparison shows and keeps: a line for each run, two tables, and JSON with all runs and their setting."""
+"""What the comparison shows and keeps: a line for each run, two tables, and JSON with all runs and conditions."""
 
 import dataclasses
 import hashlib
@@ -15,7 +15,7 @@ from bench.compare.rows import Compared, Spread
 from bench.compare.variants import OURS, Variant
 from pagewire.bench import Workload
 
-# A run beside which others used more cores than this says little.
+# A run says little if other processes used more cores than this meanwhile.
 QUIET_CPU = 0.1
 
 
@@ -66,7 +66,7 @@ def _goals_table(compared: Sequence[Compared]) -> Table:
 
 
 def _engines_table(compared: Sequence[Compared], results: Results, variants: Sequence[Variant]) -> Table:
-    """The median of each engine, which has a line, in each row of the comparison, which has a column."""
+    """Medians: a line for each engine, and a column for each row of the comparison."""
     table = Table(title="medians", title_justify="left", box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     for each in compared:
@@ -80,7 +80,7 @@ def _engines_table(compared: Sequence[Compared], results: Results, variants: Seq
 
 def _first_tokens_line(results: Results) -> str:
     """How many answers begin as ours do, for each peer: all were asked the same, greedily."""
-    # Two engines' probes of the same rate may have other prompts.
+    # Two engines may be probed at the same rate with different prompts.
     runs = [run for run in results.runs if not run.search]
     ours = {(run.round, run.test, run.rate): run.first_tokens for run in runs if run.engine == OURS}
     agreeing: dict[str, list[bool]] = {}

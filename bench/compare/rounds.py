@@ -1,9 +1,9 @@
-"""The order of runs: A B A B. Engines start fresh in each round and stay warm through it; one at a time has work.
+"""The order of runs: A B A B. Engines start fresh in each round and stay warm through it; only one at a time has work.
 
-A round begins with the engines' starts. Then each test is played by one engine after the other, on prompts that no
-other run has: what drifts, drifts for all of them. Those that have no work stay in memory, suspended, and
-`Run.others_cpu` shows that nobody else computed. Last comes the search for the highest rate, one probe of each engine
-in turn.
+A round begins with the engines' starts. Then each test is played by one engine after the other, so that a machine that
+drifts does so for all of them; no two runs have the same prompts. Engines without work stay in memory, suspended, and
+`Run.others_cpu` tells whether anything else computed. Last comes the search for the highest rate, one probe of each
+engine in turn.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from bench.compare.variants import Precision, Variant
 from bench.compare.workload import stamped
 from pagewire.bench import BenchError, Record, Workload, metrics
 
-# Requests a second of w4: of the goals, of all runs before the search, and where the search ends.
+# Requests a second of w4: in the goals, in all runs before the search, and at the ends of the search.
 GOAL_RATE = 4.2
 RATES = (GOAL_RATE / 2, GOAL_RATE)
 LOWEST_RATE, HIGHEST_RATE = 0.5, 33.6
@@ -27,10 +27,10 @@ _NARROW = 1.1
 _OPEN_LOOP = "w4"
 _WARM = "warm"
 _FAILURES = (EngineError, BenchError)
-# An engine that goes on has looked at its timers within this time.
+# By then a resumed engine has dealt with the timers that ran out meanwhile.
 _SETTLE_S = 0.5
-# One that has answered for the first time has done by then what it does once: ours takes its cache's memory, which it
-# does while nobody asks it anything.
+# By then an engine has done what it does once after its first answers: ours takes the memory of its KV cache as soon as
+# it is idle.
 _START_S = 5.0
 
 
@@ -41,7 +41,7 @@ class EngineLike(Protocol):
     first_answer_s: float | None
 
     def play(self, rows: Sequence[Record]) -> float:
-        """Fills in times and output; gives the cores that others used meanwhile."""
+        """Fills in times and output; returns the cores that others used meanwhile."""
 
     def pause(self) -> None:
         """Takes it off the CPU until `resume`."""
@@ -49,8 +49,8 @@ class EngineLike(Protocol):
     def resume(self) -> None:
         """Lets it go on."""
 
-    def peak_memory_bytes(self) -> int:
-        """Since its start."""
+    def peak_memory_bytes(self) -> int | None:
+        """Since its start; None if its processes are gone."""
 
     def close(self) -> None:
         """Ends it."""
@@ -82,8 +82,8 @@ class Life:
     """One engine in one round.
 
     Attributes:
-        peak_bytes: of memory, from its start to the end of its tests; None if it failed before.
-        best_rate: requests a second, the highest found that keeps to the limit; None if none did or it was not sought.
+        peak_bytes: of memory, from its start to the end of its tests; None if it failed or ended before.
+        best_rate: requests a second, the highest found that keeps to the limit; None if none did, or without a search.
     """
 
     round: int
@@ -96,7 +96,7 @@ class Life:
 
 @dataclass(slots=True)
 class Results:
-    """All that was found so far.
+    """All results so far.
 
     Attributes:
         left_out: reasons, by the name of the variant.
@@ -108,7 +108,7 @@ class Results:
 
 
 class RateSearch:
-    """Looks for the highest rate at which an engine keeps to the limit, by halving what is open.
+    """Searches for the highest rate at which an engine keeps to the limit, by bisection.
 
     Args:
         known: rates that were played, and whether the limit was kept.
@@ -130,7 +130,7 @@ class RateSearch:
         if not self._probes_left or self.best == self._highest:
             return None
         if self._failed is None and self.best is not None and self.best >= self._highest / 2:
-            return self._highest  # which nobody knows to fail
+            return self._highest  # not known to fail
         failed = self._failed or self._highest
         if self.best is None:
             return failed / 2 if failed / 2 >= self._lowest else None
@@ -148,20 +148,20 @@ class RateSearch:
 
 
 class Comparison:
-    """Plays all rounds; what was found so far stands in `results`.
+    """Plays all rounds; `results` has what was found so far.
 
     Args:
         variants: in the order in which they play.
-        start: starts the engine of a variant. After an EngineError of it or of the engine, that engine is left out,
-            and the others go on.
+        start: starts the engine of a variant. After an EngineError, from this or from the engine, that engine is left
+            out, and the others go on.
         workload: see `pagewire.bench`.
         tests: of the workload.
         num_rounds: rounds.
         num_probes: of each search; 0 for no search.
-        on_step: takes what is done next: a start or a run.
-        on_run: takes each run.
+        on_step: called with what is done next: a start or a run.
+        on_run: called with each run.
         settle_s: rest before a run.
-        start_s: rest behind an engine's first answers.
+        start_s: rest after an engine's first answers.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Comparison:
                     self._play_tests()
                     self._search()
                 finally:
-                    # Calls all of them, even if one is interrupted.
+                    # Closes all of them, even if one close is interrupted.
                     with contextlib.ExitStack() as closing:
                         for live in self._live.values():
                             closing.callback(live.engine.close)

@@ -29,7 +29,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What our figure shall reach: a ratio to the best peer's, or a value in the row's own unit."""
+    """What our figure has to reach: a ratio to the best peer's, or a value in the row's own unit."""
 
     value: float
     absolute: bool = False
@@ -43,7 +43,7 @@ class Row:
         find: the figures of an engine of this name.
         more_is_better: which peer is the best one, and what the goal bounds.
         form: how figures are written.
-        tests: what an engine must have played to be compared; only tests that were chosen count.
+        tests: what an engine must be able to play to be compared; only tests that were chosen count.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Compared:
         engines: by name; those that have none are not there.
         ours, best_peer: names; None where no engine has a figure.
         ratio: ours / the best peer's of the same round; that peer has the best median.
-        met: whether the median reaches the goal; None where it cannot be told.
+        met: whether the median reaches the goal; None where that is unknown.
     """
 
     row: Row
@@ -84,7 +84,7 @@ class Compared:
 
 
 def compare(row: Row, results: Results, variants: Sequence[Variant], tests: Sequence[str]) -> Compared:
-    """A row of what was found; `tests` are those that were chosen."""
+    """A row with the figures that were found; `tests` are those that were chosen."""
     needed = set(row.tests) & set(tests)
     figures = {
         variant.name: found
@@ -94,7 +94,7 @@ def compare(row: Row, results: Results, variants: Sequence[Variant], tests: Sequ
     }
     spreads = {name: spread for name, found in figures.items() if (spread := Spread.of(found.values()))}
     peers = {variant.name: variant.peer for variant in variants}
-    # As it comes, not as it is best in this row: nobody has each row at its best.
+    # Our default, and not our best variant in this row: no user gets the best of every row.
     ours = next((name for name in spreads if peers[name] == OURS), None)
     theirs = _best(row, {name: spread for name, spread in spreads.items() if peers[name] != OURS})
     ratio = None

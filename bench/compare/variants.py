@@ -1,4 +1,4 @@
-"""The engines that are compared, each in the ways in which it is run, and how their drivers are started."""
+"""The engines that are compared, the variants of each, and how their drivers are started."""
 
 import json
 import os
@@ -51,7 +51,7 @@ _INT8, _NO_LOOKUP = "worker.quantization=int8", "scheduler.num-speculative-token
 _VLLM = _LIMITS | {"max_model_len": 2048}
 _LLAMACPP = {"kv_tokens": 32768, "slots": 32}
 _STATIC = {"batching": "static"}
-# Drafts that a peer looks up in the prompt and the answer so far, set as served it best; README.md tells more.
+# Drafts that a peer looks up in the prompt and the answer so far, with its best settings; README.md tells more.
 _OPENVINO_LOOKUP = {"lookup": {"num_assistant_tokens": 5, "max_ngram_size": 3}}
 _VLLM_LOOKUP = {"lookup": {"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}}
 _LLAMACPP_LOOKUP = {
@@ -59,20 +59,20 @@ _LLAMACPP_LOOKUP = {
 }
 _TRANSFORMERS_LOOKUP = {"lookup": {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3}}
 VARIANTS = (
-    # As for a user who sets nothing: it has room for the KV of 16,384 tokens. More than any test holds, but for a w4
-    # that comes faster than it is served; what is beyond waits or is preempted.
+    # As for a user who sets nothing: it has room for the KV of 16,384 tokens. No test holds more, except a w4 whose
+    # requests come faster than they are served; some of them then wait or are preempted.
     Variant("pagewire", OURS, options={"settings": []}),
-    # Ours looks up by default, so it is what leaves it out that has a name.
+    # Ours looks drafts up by default, so the variant that does not has the longer name.
     Variant("pagewire-plain", OURS, options={"settings": [_NO_LOOKUP]}),
     Variant("openvino", "openvino", form="openvino-bf16", options=_LIMITS),
     Variant("openvino-lookup", "openvino", form="openvino-bf16", options=_LIMITS | _OPENVINO_LOOKUP),
     Variant("vllm", "vllm", form="copy", options=_VLLM),
     Variant("vllm-lookup", "vllm", form="copy", options=_VLLM | _VLLM_LOOKUP),
     Variant("llamacpp", "llamacpp", form="gguf-bf16", options=_LLAMACPP),
-    # With many streams it takes 1.7 times as long as without, which is not the best peer either.
+    # With many streams it takes 1.7 times as long as without drafts, and even that is not the best peer there.
     Variant("llamacpp-lookup", "llamacpp", form="gguf-bf16", options=_LLAMACPP | _LLAMACPP_LOOKUP, tests=_ONE_STREAM),
     Variant("transformers", "transformers", form="copy", options=_STATIC, tests=("w1", "w2", "w3")),
-    # It drafts for one sequence only, and not with continuous batching.
+    # It drafts for a single sequence only, and not with continuous batching.
     Variant(
         "transformers-lookup",
         "transformers",
@@ -141,16 +141,16 @@ def prepare(variant: Variant, model: Path, peers: Peers, logs: Path) -> Command:
     program = str(_DRIVERS / f"drive_{variant.peer}.py")
     if variant.peer == OURS:
         options["log"] = str(logs / f"{variant.name}-cluster.log")
-        # Its client waits as our processes do.
+        # Its client polls its connections as our processes do.
         python, variables = module_command(OURS)[0], environment() | {"GRPC_EXPERIMENTS": pollers.EXPERIMENTS}
     else:
         python = str(peers.python(variant.peer))
-        # What our own environment adds to the path is not for theirs; a hub is not asked for what is here.
+        # Our paths are not for peers. They do not ask a hub for what is on disk.
         ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
         variables = {name: value for name, value in os.environ.items() if name not in ours} | {"HF_HUB_OFFLINE": "1"}
     if variant.peer == "llamacpp":
         options["server"] = str(peers.llama_server())
-    # Peers are installed with their bytecode. Ours would be made anew at each start, by each process.
+    # Peers are installed with their bytecode. Without this, each of our processes would compile ours at each start.
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     loaded = peers.checkpoint(model, variant.form) if variant.form else model
     return Command((python, program, str(loaded), json.dumps(options)), variables, log)

@@ -3,17 +3,18 @@
 `python -m bench.compare.workload MODEL_FOLDER OUT.json` writes them for `pagewire bench`, whose form they have.
 """
 
+import argparse
 import json
 import math
 import random
-import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from pagewire.bench import Record, Workload, records
+from bench import machine
+from pagewire.bench import BenchError, Record, Workload, records
 
 NAMES = ("w1", "w2", "w3", "w4")
 VARIANTS = 3
@@ -24,10 +25,13 @@ _Request = dict[str, Any]
 
 
 def make(model: Path) -> Workload:
-    """w1 one stream, w2 32 at once, w3 32 that share a prefix, w4 64 with random arrivals, and what warms up.
+    """w1 one stream, w2 32 at once, w3 32 that share a prefix, w4 64 with random arrivals, and a warm-up.
 
     Args:
         model: a checkpoint's folder; its tokenizer cuts the text.
+
+    Raises:
+        BenchError: there is no tokenizer.
     """
     return _Maker(model).make()
 
@@ -52,7 +56,10 @@ class _Maker:
     """Draws pieces of the text; no two begin in the same stretch of 32 tokens."""
 
     def __init__(self, model: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        file = model / "tokenizer.json"
+        if not file.is_file():
+            raise BenchError(f"{model} is no checkpoint's folder: it has no {file.name}")
+        self._tokenizer = Tokenizer.from_file(str(file))
         self._rng = random.Random(_SEED)
         text = "\n\n".join(topics[name] for name in sorted(topics))
         self._corpus = self._encode(" ".join(text.split()))
@@ -104,5 +111,17 @@ def _request(ids: list[int], max_tokens: int, gap: float = 0.0) -> _Request:
     return {"ids": ids, "max_tokens": max_tokens, "gap": gap}
 
 
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m bench.compare.workload", description=__doc__.partition("\n")[0])
+    parser.add_argument("model", type=Path, help="a checkpoint's folder")
+    parser.add_argument("out", type=machine.output_file, help="JSON file to write")
+    arguments = parser.parse_args()
+    try:
+        arguments.out.write_text(json.dumps(make(arguments.model)))
+    except BenchError as error:
+        parser.error(str(error))
+
+
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(make(Path(sys.argv[1]))))
+    main()

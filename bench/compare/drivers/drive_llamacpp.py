@@ -35,7 +35,7 @@ class LlamaCpp:
             command += [f"--{flag}", str(value)]
         self._runner = asyncio.Runner()
         self.started_at = time.monotonic()
-        # It writes where this process writes, and gets no line of the driver's input.
+        # Its output goes where that of this process goes; the driver's input is not for it.
         self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr)
         self.pids = [self._server.pid]
         try:
@@ -66,7 +66,7 @@ class LlamaCpp:
 
     async def _connect(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            # Each request has a connection of its own: one that is kept ends while the server is suspended.
+            # Each request has a connection of its own: one that is kept open breaks while the server is suspended.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=1 << 20,

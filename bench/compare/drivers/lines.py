@@ -1,4 +1,4 @@
-"""The driver's side of the line protocol; it runs in each peer's environment, and imports nothing but Python's own.
+"""The driver's side of the line protocol; it runs in each peer's environment, and imports only the standard library.
 
 A driver is a program `drive_X.py MODEL OPTIONS`, where OPTIONS is a JSON object. It answers one JSON object a line:
 
@@ -8,9 +8,9 @@ A driver is a program `drive_X.py MODEL OPTIONS`, where OPTIONS is a JSON object
                                     or {"error": "..."}
     -> (end of input)               (ends)
 
-`at` and `times` are seconds from the moment at which the run began; `started_at` is the monotonic clock's, where the
-engine's start began later than the driver's. `pids` are the processes whose memory, with that of their descendants, is
-the engine's. What anything prints goes to standard error.
+`at` and `times` are seconds since the run began; `started_at` is by the monotonic clock, for an engine that was started
+later than its driver. `pids` are the processes whose memory, with that of their descendants, is the engine's. Whatever
+is printed goes to standard error.
 """
 
 import json
@@ -22,9 +22,6 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-# A server's log that is told when it did not start.
-TAIL_LINES = 12
 
 
 @dataclass
@@ -58,7 +55,7 @@ class Engine(Protocol):
 
 
 def serve(load: Callable[[str, dict[str, Any]], Engine]) -> None:
-    """Loads the engine that the command line tells, and plays runs until the input ends or SIGTERM comes."""
+    """Loads the engine that the command line names, and plays runs until the input ends or SIGTERM comes."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -91,12 +88,12 @@ def play_in_steps(
     step: Callable[[], Iterable[tuple[int, Sequence[int]]]],
     busy: Callable[[], bool],
 ) -> None:
-    """Plays a run on an engine that works when it is told to.
+    """Plays a run on an engine that has to be stepped.
 
     Args:
         requests: in any order.
         submit: gives the engine a request, at its arrival or as soon after as the step before has ended.
-        step: lets it work; gives the new tokens, by the request's index.
+        step: lets it work; returns the new tokens, by the request's index.
         busy: whether it has work left.
     """
     started = time.perf_counter()
