@@ -37,7 +37,10 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m protos.descriptors", description=__doc__)
     parser.add_argument("file", type=Path, help="where to write it; an existing file is replaced")
-    parser.parse_args().file.write_bytes(descriptor_set().SerializeToString())
+    try:
+        parser.parse_args().file.write_bytes(descriptor_set().SerializeToString())
+    except OSError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

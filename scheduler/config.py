@@ -17,7 +17,9 @@ class SchedulerSettings(ServerTlsSettings):
     """Pagewire scheduler: batches sequences step by step over a pool of KV blocks."""
 
     listen: str = Field("127.0.0.1:50052", description='address for routers: "host:port" or "unix:/path"')
-    worker: str = Field("127.0.0.1:50053", description='the worker\'s address: "host:port" or "unix:/path"')
+    worker: str = Field(
+        "127.0.0.1:50053", min_length=1, description='the worker\'s address: "host:port" or "unix:/path"'
+    )
     worker_tls_ca: CaFile | None = Field(
         None, description="CA certificates that the worker's must come from; without it that wire is plaintext"
     )

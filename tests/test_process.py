@@ -37,6 +37,7 @@ def test_flags_win_over_the_environment_and_the_environment_over_defaults(monkey
             ["--otlp-endpoint", "host:1"],
             "--otlp-endpoint: host:1 is no address here; write it like http://127.0.0.1:43",
         ),
+        (["--worker", ""], "--worker: String should have at least 1 character"),
         (["--log-name", "a b"], "--log-name: String should match pattern"),
         (["--max-num-seqs", "600"], "max_num_seqs (600) must be at least 1 and at most max_num_batched_tokens (512)"),
     ],
@@ -68,7 +69,7 @@ def test_log_lines_carry_their_facts_as_text_or_json(capsys):
     logging.getLogger().handlers.clear()
 
 
-def test_one_of_several_signs_its_log_lines_with_a_name_of_its_own(capsys):
+def test_one_of_several_routers_signs_its_log_lines_with_its_own_name(capsys):
     for form in ("text", "json"):
         start_logging("router", RouterSettings(model="m", log_format=form, log_name="router-2"))
         logging.getLogger("x").info("request")
@@ -79,7 +80,7 @@ def test_one_of_several_signs_its_log_lines_with_a_name_of_its_own(capsys):
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_whatever_a_log_line_tells_of_is_one_line_and_forges_none(form, capsys):
+def test_a_log_record_is_one_line_and_can_forge_no_other(form, capsys):
     evil = 'r1\n12:00:00.000 INFO  router     request\r\x1b[2J\u2028" outcome=OK'
     start_logging("router", RouterSettings(model="m", log_format=form))
     logging.getLogger("x").info("request", extra={"request_id": evil, "tenant": evil})
@@ -143,7 +144,7 @@ def test_a_signal_lets_the_process_drain_and_exit_with_0(number):
     assert process.stdout.read() == "draining\n"
 
 
-def test_ctrl_c_ends_it_at_once_while_it_drains():
+def test_ctrl_c_ends_a_draining_process_at_once():
     process = start("until told")
     os.kill(process.pid, signal.SIGTERM)
     assert process.stdout.readline() == "draining\n"
@@ -151,7 +152,7 @@ def test_ctrl_c_ends_it_at_once_while_it_drains():
     assert process.wait(10) == 1
 
 
-def test_it_goes_on_draining_where_somebody_else_stops_it_too():
+def test_a_second_sigterm_does_not_interrupt_the_drain():
     process = start("until told")
     os.kill(process.pid, signal.SIGTERM)
     assert process.stdout.readline() == "draining\n"
@@ -173,7 +174,7 @@ finally:
 """
 
 
-def test_a_worker_that_starts_never_looks_for_garbage_among_what_it_imports():
+def test_a_starting_worker_never_collects_garbage_among_its_imports():
     pytest.importorskip("torch")
     ended = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, check=False)
     told = next(line for line in ended.stderr.splitlines() if line.startswith("frozen"))
