@@ -111,14 +111,14 @@ class BeamSearch:
         extensions: list[Extension] = []
         best = -math.inf
         for place, (total, parent, token_id, logprob) in enumerate(_best_first(beams)):
-            if place >= self.width and len(extensions) == self.width:
+            if len(extensions) == self.width:
                 break
             stops = token_id in self._stop_token_ids and length > self._min_tokens
             if stops or length >= max_tokens:
                 if place < self.width:  # one that stops further down would be a hypothesis by default, not by merit
                     tokens = beams[parent].output_token_ids + array("i", [token_id])
                     self._add(tokens, total, token_id if stops else None)
-            elif len(extensions) < self.width:
+            else:
                 best = max(best, total)
                 extensions.append(Extension(parent, token_id, logprob))
         self.done = not extensions or not self._can_improve(best, length, max_tokens)

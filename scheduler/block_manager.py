@@ -76,8 +76,7 @@ class BlockManager:
         """Whether `append_slots` would have nothing to do, as in most steps."""
         if num_tokens > len(sequence.block_table) * self.block_size:
             return False
-        index, offset = divmod(sequence.num_computed_tokens, self.block_size)
-        return offset == 0 or self._ref_counts[sequence.block_table[index]] == 1
+        return self._ref_counts[sequence.block_table[sequence.num_computed_tokens // self.block_size]] == 1
 
     def num_blocks_to_append(self, growth: Growth) -> int:
         """Free blocks that `append_slots` takes for all of these: new blocks, and copies of shared ones to be written.

@@ -42,10 +42,9 @@ class Decoder:
                 ended = sampled.status is not running and sampled.status.finished
                 if group.beam is not None:
                     end = first_candidate + group.beam.num_candidates
-                    if not ended:
-                        ids, logprobs = result.candidate_token_ids, result.candidate_logprobs
-                        candidates = list(zip(ids[first_candidate:end], logprobs[first_candidate:end], strict=True))
-                        searches.setdefault(group.number, []).append((sampled, candidates))
+                    ids, logprobs = result.candidate_token_ids, result.candidate_logprobs
+                    candidates = list(zip(ids[first_candidate:end], logprobs[first_candidate:end], strict=True))
+                    searches.setdefault(group.number, []).append((sampled, candidates))
                     first_candidate = end
                 elif not ended:
                     if sampled.logprobs is not None:

@@ -41,7 +41,7 @@ class Rates:
     def expected_step_s(self, num_tokens: int, num_prefill_tokens: int) -> float:
         """How long a step will take without swapping, rather too short than too long; 0 where nothing is known."""
         decode_s = self.decode_step_s if num_prefill_tokens < num_tokens else 0.0
-        if not num_prefill_tokens or not self.prefill_tokens_per_s:
+        if not self.prefill_tokens_per_s:
             return decode_s
         return max(decode_s, num_prefill_tokens / self.prefill_tokens_per_s)
 

@@ -250,7 +250,6 @@ class Scheduler:
     def replace_pool(self, blocks: BlockManager) -> None:
         """Takes a new worker's pools, while nothing holds blocks; requests too long for them will end earlier."""
         assert not self.queues.running + self.queues.swapped, "blocks are held"
-        self._blocked = None
         self.queues.blocks = blocks
         for group in self.queues.groups.values():
             self._cap(group)
@@ -370,8 +369,7 @@ class Scheduler:
                 break  # preempted for an older one, and so are all behind it
             # Nearly all rows are like this: one more token, with a slot in a block that the sequence has.
             if (
-                group.forked
-                and len(group.live) == 1
+                len(group.live) == 1
                 and sequence.num_expected_tokens == sequence.num_computed_tokens + 1
                 and has_slots(sequence, sequence.num_expected_tokens)
             ):

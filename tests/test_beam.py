@@ -42,6 +42,14 @@ def test_a_stop_among_the_best_is_a_hypothesis_and_further_down_it_is_nothing():
     assert not beams.hypotheses
 
 
+def test_of_two_stops_one_behind_the_best_is_nothing_also_where_a_beam_is_still_missing():
+    beams = search()
+    first, second = beam([1], -1.0, (STOP, -0.1), (5, -0.2)), beam([2], -1.1, (STOP, -0.3), (6, -0.7))
+    assert going_on(beams, first, second) == [(0, 5), (1, 6)]
+    assert finished(beams) == [([1, STOP], -1.1 / 2)]
+    assert beams.hypotheses[0].stop_token_id == STOP
+
+
 def test_a_stop_before_min_tokens_is_a_token_like_others():
     assert going_on(search(min_tokens=2), beam([1], -1.0, (STOP, -0.1), (5, -0.5))) == [(0, STOP), (0, 5)]
 
@@ -90,6 +98,21 @@ def test_a_forbidden_candidate_is_none():
     assert going_on(search(), beam([1], -1.0, (5, -0.5), (6, float("-inf")))) == [(0, 5)]
 
 
+def test_a_search_is_over_where_nothing_can_go_on_though_it_has_too_few_hypotheses():
+    beams = search()
+    assert going_on(beams, beam([1], -1.0, (5, -0.5)), max_tokens=2) == []
+    assert beams.done
+    assert finished(beams) == [([1, 5], -0.75)]
+
+
+def test_a_search_that_is_concluded_has_its_beams_as_hypotheses_finished_by_length():
+    beams = search()
+    beams.conclude([beam([1, 5], -3.0), beam([1, 6], -2.0)])
+    assert beams.done
+    assert finished(beams) == [([1, 6], -1.0), ([1, 5], -1.5)]
+    assert [hypothesis.stop_token_id for hypothesis in beams.hypotheses] == [None, None]
+
+
 def test_a_group_searches_in_the_core_and_tells_its_best_hypotheses_once_at_the_end():
     core = make(num_blocks=40)
     params = BeamParams(width=3)
@@ -104,6 +127,8 @@ def test_a_group_searches_in_the_core_and_tells_its_best_hypotheses_once_at_the_
     assert all(not outputs.new_tokens and not outputs.finished for outputs in told[:-1])
     assert [sequence.output_token_ids.tolist() for sequence in group.sequences] == expected_beams(group)
     assert [end.sequence.index for end in told[-1].finished] == [0, 1]
+    for sequence in group.sequences:
+        assert len(sequence.output_token_ids) == len(sequence.output_logprobs) == sequence.num_tokens - 5
     assert [new.first_index for new in told[-1].new_tokens] == [0, 0]
     assert core.blocks.num_free == 40
 
@@ -130,6 +155,20 @@ def test_beams_count_as_many_sequences_from_the_beginning():
         submit(core, 4, beam=BeamParams(5))
     with pytest.raises(ValueError, match="hypotheses"):
         submit(core, 4, n=4, beam=BeamParams(3))
+
+
+def test_a_search_that_finds_fewer_hypotheses_than_are_wanted_ends_as_often_as_is_wanted():
+    core = make()
+    submit(core, 4, n=2, beam=BeamParams(2), max_tokens=1)
+    plan = core.schedule(0.0)
+    nothing = float("-inf")
+    outputs = core.update(plan, StepResult([5], [-0.5], (), [5, 6, 7], [-0.5, nothing, nothing]))
+    assert [(end.sequence.index, end.sequence.status) for end in outputs.finished] == [
+        (0, Status.FINISHED_LENGTH_CAPPED),
+        (1, Status.FINISHED_ABORTED),
+    ]
+    assert [new.sequence.output_token_ids.tolist() for new in outputs.new_tokens] == [[5]]
+    core.check()
 
 
 def test_a_search_that_can_never_fit_ends_n_times_ignored():

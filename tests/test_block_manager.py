@@ -10,9 +10,14 @@ def sequence_of(num_tokens: int) -> Sequence:
     return Sequence(0, num_tokens)
 
 
-def test_a_pool_without_blocks_is_refused():
+@pytest.mark.parametrize("sizes", [(0, 4, 0), (4, 0, 0), (4, 4, -1)])
+def test_a_pool_without_blocks_is_refused(sizes):
     with pytest.raises(ValueError, match="needs blocks"):
-        BlockManager(0, 4)
+        BlockManager(*sizes)
+
+
+def test_a_pool_may_have_a_single_block_of_a_single_token():
+    assert BlockManager(1, 1).num_free == 1
 
 
 def test_five_tokens_take_two_blocks_of_four():

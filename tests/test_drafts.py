@@ -72,6 +72,11 @@ def test_where_nothing_repeats_itself_there_is_no_draft():
     assert look_up(array("i", [*AGAIN, 6]), 3) == (0, array("i"))
 
 
+def test_a_very_long_match_counts_as_one_of_32_tokens():
+    tokens = array("i", [*range(70), 100, *range(70)])
+    assert look_up(tokens, 2) == (32, tokens[70:])
+
+
 def test_bytes_that_only_look_like_tokens_are_passed_over():
     # 0x0201 and 0x0100 in four bytes each: from the second byte on the same bytes stand for other tokens.
     tokens = array("i", [0x01000000, 0x02000000, 0x03000000, 7, 0x00010000, 0x00020000, 9, 0x00010000, 0x00020000])
@@ -195,6 +200,18 @@ def test_what_depends_on_more_than_the_tokens_before_is_not_guessed(options):
     assert any(len(sequence.output_token_ids) > 1 for sequence in group.sequences)
 
 
+def test_while_suspects_are_on_trial_nothing_is_guessed():
+    core = drafting()
+    group = begun(core, AGAIN, 6)
+    assert drafts(core.schedule(0.0))
+    core.requeue_running()
+    plan = core.schedule(0.0)
+    assert group in core.suspects
+    assert not drafts(plan)
+    answer(core, plan, 7)
+    assert drafts(core.schedule(0.0))
+
+
 def test_without_the_policy_nothing_is_guessed():
     core = make(budget=64)
     begun(core, AGAIN, 6)
@@ -212,6 +229,16 @@ def test_a_step_gives_as_many_tokens_more_as_were_guessed_right():
     assert outputs.num_accepted == 2
     assert [(new.sequence, new.first_index) for new in outputs.new_tokens] == [(group.live[0], 1)]
     assert core.schedule(0.0).rows[0].start == 9, "what was guessed right is computed"
+
+
+@pytest.mark.parametrize(("prefix_caching", "num_kept"), [(True, 2), (False, 0)])
+def test_blocks_filled_by_right_guesses_are_kept_where_blocks_are_kept(prefix_caching, num_kept):
+    core = drafting(prefix_caching=prefix_caching)
+    group = begun(core, AGAIN, 6)
+    answer(core, core.schedule(0.0), 7, 8, 9, 5, 6)
+    assert output(group) == [6, 7, 8, 9, 5, 6]
+    core.abort(group)
+    assert core.blocks.num_idle == num_kept
 
 
 def test_behind_a_wrong_guess_nothing_counts_though_it_looks_right():

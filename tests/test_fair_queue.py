@@ -117,6 +117,17 @@ def test_who_waits_alone_has_all_of_the_service():
     assert [row.group.tenant for row in plan.rows] == ["alone"] * 4
 
 
+def test_what_a_tenant_had_alone_is_not_held_against_it():
+    core = make(max_num_seqs=1)
+    submit(core, 4, max_tokens=30, tenant="was alone")
+    while core.num_live:
+        step(core)
+    for _ in range(4):
+        submit(core, 4, max_tokens=1, tenant="was alone")
+        submit(core, 4, max_tokens=1, tenant="comes")
+    assert Counter(admissions(core, 4)) == {"was alone": 2, "comes": 2}
+
+
 def test_an_idle_tenant_comes_back_without_credit():
     core = make(max_num_seqs=1)
     for _ in range(60):
@@ -153,6 +164,7 @@ def test_a_turn_is_kept_until_the_group_is_in():
     small = submit(core, 1, max_tokens=1, tenant="b")
     while first.live:
         assert core.queues.waiting.head() is large, "a is charged for what it outputs, and b is not let past"
+        assert core.queues.waiting.order() == [large, small]
         step(core)
     while small.live or large.live:
         step(core)
@@ -168,6 +180,16 @@ def test_a_turn_is_lost_with_the_last_group_that_waits():
     core.abort(ahead)
     submit(core, 4, max_tokens=1, tenant="a")
     assert core.queues.waiting.head().tenant == "b"
+
+
+def test_who_comes_after_the_turn_of_a_tenant_far_behind_the_clock_does_not_get_ahead_of_that_tenant():
+    core = make(max_num_seqs=1, budget=64)
+    submit(core, 40, max_tokens=1, tenant="had much")
+    for _ in range(3):
+        submit(core, 4, max_tokens=1, tenant="behind")
+    assert admissions(core, 2) == ["had much", "behind"]
+    submit(core, 4, max_tokens=1, tenant="comes")
+    assert admissions(core, 3) == ["behind", "behind", "comes"]
 
 
 def test_a_preempted_group_comes_back_for_nothing():
@@ -197,6 +219,29 @@ def test_the_state_of_tenants_without_requests_is_bounded():
     submit(core, 1, max_tokens=1)
     assert len(queue._tenants) == 1
     assert len(queue._heap) < 100
+
+
+def test_of_tenants_that_left_ahead_of_the_clock_only_the_last_are_remembered(monkeypatch):
+    monkeypatch.setattr("scheduler.fair_queue._MAX_AWAY", 3)
+    core = make()
+    for place in range(5):
+        submit(core, 1, max_tokens=9 + place, tenant=f"t{place}")
+    while core.num_live:
+        step(core)
+    assert list(core.queues.waiting._away) == ["t2", "t3", "t4"]
+
+
+def test_tenants_that_give_up_while_they_wait_leave_nothing_behind_and_others_keep_their_turns():
+    core = make(max_num_seqs=1)
+    submit(core, 4, max_tokens=1, tenant="runs")
+    for tenant in "aabb":
+        submit(core, 4, max_tokens=1, tenant=tenant)
+    step(core)
+    for number in range(300):
+        core.abort(submit(core, 4, tenant=f"t{number}"))
+        core.check()
+    assert len(core.queues.waiting._heap) < 100
+    assert sorted(admissions(core, 4)) == ["a", "a", "b", "b"]
 
 
 def test_a_weight_has_to_be_over_zero():

@@ -1,6 +1,7 @@
 """Several steps at once, each on other sequences: who is in which, that all are filled, and that nobody starves."""
 
 import asyncio
+from array import array
 from collections import deque
 
 import hypothesis.strategies as st
@@ -15,6 +16,7 @@ from scheduler.beam import BeamParams
 from scheduler.pacing import Pacing
 from scheduler.plan import Plan, StepResult, to_request
 from scheduler.scheduler import Scheduler
+from scheduler.sequence import Progress
 
 
 def wide(num_lanes: int, **options) -> Scheduler:
@@ -99,6 +101,15 @@ def test_the_sequences_of_a_group_go_together():
     (prompts,) = planned(core)
     core.update(prompts, run(prompts))
     assert [numbers(plan) for plan in planned(core)] == [[1, 1, 1], [2, 2]]
+
+
+def test_a_sequence_computed_again_in_chunks_does_not_wait_for_a_token_of_its_group_in_flight():
+    core = wide(2, budget=8)
+    submit(core, 4, n=2, progress=[Progress(array("i", [7] * 2)), Progress(array("i", [7] * 20))])
+    prompt, both = planned(core)
+    assert (rows(prompt), rows(both)) == ([(1, 0, 4)], [(1, 4, 2), (1, 4, 6)])
+    answer(core, prompt)
+    assert [rows(plan) for plan in planned(core)] == [[(1, 10, 7)]], "the other one has sampled"
 
 
 def test_without_chunked_prefill_prompts_and_decodes_still_take_turns():

@@ -3,6 +3,7 @@
 from array import array
 
 import pytest
+from scheduler_model import run
 
 from protos.sampling_pb2 import Sampling
 from scheduler.block_manager import BlockManager
@@ -10,7 +11,7 @@ from scheduler.plan import StepResult
 from scheduler.policy import Policy
 from scheduler.prefix_cache import PrefixCache
 from scheduler.scheduler import Scheduler
-from scheduler.sequence import SequenceGroup, Status
+from scheduler.sequence import Progress, SequenceGroup, Status
 
 LONG = list(range(10, 22))  # twelve tokens: three blocks of four
 
@@ -43,6 +44,7 @@ def test_a_prompt_seen_before_is_computed_only_behind_its_full_blocks():
     second = submit(core, [*LONG, 2])
     assert step(core) == [(2, 12, 1)]
     assert (first.num_cached_prompt_tokens, second.num_cached_prompt_tokens) == (0, 12)
+    assert (core.num_prompt_tokens, core.num_looked_up_tokens, core.num_found_tokens) == (26, 26, 12)
 
 
 def test_the_last_token_is_always_computed_though_its_block_is_there():
@@ -97,6 +99,16 @@ def test_generated_tokens_are_found_again():
         step(core, token=7)
     submit(core, [*LONG[:4], 7, 7, 7, 7, 5])
     assert step(core) == [(2, 8, 1)]
+
+
+def test_output_that_is_found_again_is_not_counted_as_prompt():
+    core = make()
+    submit(core, LONG, max_tokens=6)
+    for _ in range(6):
+        step(core, token=7)
+    group = submit(core, LONG, max_tokens=9, progress=[Progress(array("i", [7] * 6))])
+    assert step(core) == [(2, 16, 2)]
+    assert group.num_cached_prompt_tokens == core.num_found_tokens == 12
 
 
 def test_a_preempted_sequence_finds_its_own_blocks_again():
@@ -183,9 +195,30 @@ def test_a_group_that_was_too_large_comes_in_when_its_prefix_is_there_to_share()
     assert sharing.status is Status.RUNNING, "with four shared ones it needs two"
 
 
+def test_a_group_that_lacks_a_block_comes_in_when_another_one_has_filled_it():
+    core = make(num_blocks=5)
+    submit(core, LONG, max_tokens=6)
+    step(core)
+    sharing = submit(core, [*LONG, 7, 7, 7, 7, 1], max_tokens=3)  # five blocks
+    for _ in range(3):
+        step(core)
+        assert sharing.status is Status.WAITING, "one is free, and one more is needed beside the first three"
+    step(core)
+    assert sharing.status is Status.RUNNING, "four are there to share"
+
+
 @pytest.mark.parametrize(("wanted", "num_looked_up"), [(None, 8), (0, 0), (1, 0)])
 def test_a_prompt_whose_log_probabilities_are_wanted_is_not_looked_up_and_counts_as_a_prompt(wanted, num_looked_up):
     core = make(prefix_caching=True)
     submit(core, LONG[:8], sampling=Sampling(num_prompt_tokens=8, num_prompt_logprobs=wanted))
     core.schedule(0.0)
     assert (core.num_prompt_tokens, core.num_looked_up_tokens) == (8, num_looked_up)
+
+
+def test_a_prompt_that_was_told_of_is_looked_up_when_it_is_computed_again():
+    core = make()
+    group = submit(core, LONG, max_tokens=9, sampling=Sampling(num_prompt_tokens=12, num_prompt_logprobs=0))
+    plan = core.schedule(0.0)
+    core.update(plan, run(plan))
+    core.preempt(group)
+    assert step(core) == [(1, 12, 1)]

@@ -90,6 +90,27 @@ def test_a_group_alone_may_take_the_watermark_too():
     assert rows(step(core)[0]) == [(1, 0, 12)]
 
 
+def test_a_group_that_lacked_blocks_comes_in_as_soon_as_others_have_left_enough():
+    core = make(num_blocks=6)
+    submit(core, 7, max_tokens=2)
+    submit(core, 3)
+    group = submit(core, 15)  # 4 blocks
+    step(core)
+    assert group.status is Status.WAITING
+    step(core)  # the first ends
+    step(core)
+    assert group.status is Status.RUNNING
+
+
+def test_a_small_group_that_goes_first_is_not_held_up_by_what_a_large_one_lacked():
+    core = make(num_blocks=6)
+    submit(core, 14)
+    submit(core, 10)
+    step(core)
+    submit(core, 3, priority=1)
+    assert rows(step(core)[0]) == [(1, 14, 1), (3, 0, 3)]
+
+
 def test_a_prompt_that_can_never_fit_is_ignored_with_an_explanation_and_others_go_on():
     core = make(num_blocks=4)
     group = submit(core, 17)
@@ -97,8 +118,9 @@ def test_a_prompt_that_can_never_fit_is_ignored_with_an_explanation_and_others_g
     plan, _ = step(core)
     assert rows(plan) == [(2, 0, 3)]
     assert group.sequences[0].status is Status.FINISHED_IGNORED
-    assert "17 tokens" in plan.finished[0].message
-    assert "4 KV blocks" in plan.finished[0].message
+    assert plan.finished[0].message == (
+        "1 x (a prompt of 17 tokens and one more) need 5 of the 4 KV blocks of 4 tokens that there are"
+    )
 
 
 def test_a_full_pool_preempts_the_newest_group():
@@ -183,9 +205,30 @@ def test_a_group_that_goes_on_has_the_room_of_its_sequences_that_have_ended():
     assert submit(core, 4, max_tokens=80, n=4, progress=begun).max_tokens == 80
 
 
+def test_a_group_that_goes_on_with_one_sequence_computes_prompt_and_output_in_one_row():
+    core = make()
+    submit(core, 4, n=2, progress=[Progress(array("i"), 0.0, True), Progress(array("i", [7] * 5))])
+    assert rows(step(core)[0]) == [(1, 0, 9)]
+
+
 def test_sequences_of_one_prompt_have_all_begun_elsewhere_or_none():
     with pytest.raises(ValueError, match="some sequences have tokens and others none"):
         submit(make(), 4, n=2, progress=[Progress(array("i")), Progress(array("i", [7]))])
+
+
+@pytest.mark.parametrize(
+    ("begun", "reason"),
+    [
+        ([Progress(array("i", [7] * 9)), Progress(array("i", [7]))], "sequence 0 has all of its 9 tokens already"),
+        ([Progress(array("i", [7]), 0.0, True)] * 2, "all sequences have ended already"),
+        ([Progress(array("i", [7]))], "zip"),
+    ],
+)
+def test_what_leaves_nothing_to_do_or_is_of_other_sequences_cannot_be_gone_on_with(begun, reason):
+    core = make()
+    with pytest.raises(ValueError, match=reason):
+        submit(core, 4, n=2, max_tokens=9, progress=begun)
+    assert core.num_live == 0
 
 
 def test_n_sequences_share_the_prompts_blocks_and_sample_from_one_row():
@@ -310,9 +353,15 @@ def test_the_waiting_queue_is_bounded():
     core = make(max_waiting_requests=2)
     submit(core, 2)
     submit(core, 2)
-    with pytest.raises(QueueFull, match="2 requests are waiting"):
+    with pytest.raises(QueueFull, match=r"^2 requests are waiting already$"):
         submit(core, 2)
     core.check()
+
+
+@pytest.mark.parametrize("lacking", [{"prompt": 0}, {"prompt": 2, "n": 0}, {"prompt": 2, "max_tokens": 0}])
+def test_a_request_without_prompt_sequences_or_tokens_is_refused(lacking):
+    with pytest.raises(ValueError, match="needs a prompt, at least one sequence and at least one token"):
+        submit(make(), **lacking)
 
 
 def test_more_sequences_than_can_run_together_are_refused():
@@ -355,6 +404,13 @@ def test_a_lost_worker_sends_all_running_groups_back_and_they_lose_no_token():
         for sequence, tokens in zip(group.sequences, before, strict=True):
             assert sequence.output_token_ids.tolist()[:3] == tokens
             assert len(sequence.output_token_ids) == 6
+
+
+def test_with_a_worker_nothing_is_lost_of_a_group_that_never_ran():
+    core = make(max_num_seqs=1)
+    running, _ = submit(core, 4), submit(core, 4)
+    step(core)
+    assert core.requeue_running()[0] == [running]
 
 
 def test_the_worker_is_told_of_a_request_once_and_when_it_is_over():

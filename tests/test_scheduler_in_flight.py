@@ -1,5 +1,6 @@
 """Steps in flight: what is planned before a token is known, what is not, and what becomes of it when all goes wrong."""
 
+import math
 from array import array
 from dataclasses import replace
 
@@ -300,6 +301,15 @@ def test_a_prompt_is_told_of_once_across_steps_in_flight_and_a_preemption():
     assert telling == [[], [], [(0, 6)]]
 
 
+def test_a_prompt_with_a_log_probability_that_is_no_number_fails_its_group():
+    core = make()
+    group = submit(core, 4, sampling=Sampling(num_prompt_logprobs=0))
+    plan = planned(core)
+    broken = LogprobColumns(logprobs=pack_floats([-1.0, math.nan, -1.0]), ranks=array("i", [1, 2, 3]).tobytes())
+    assert core.update(plan, replace(run(plan), prompt_logprobs=broken)).failed == [group]
+    core.check()
+
+
 def test_a_worker_lost_with_two_steps_in_flight_takes_their_tokens_with_it_and_no_other():
     core = two_deep(num_swap_blocks=10, preemption_mode=SWAP)
     running, swapped = submit(core, 4, max_tokens=6), submit(core, 5, n=2, max_tokens=6)
@@ -357,6 +367,15 @@ def test_a_step_of_beams_is_waited_for():
     assert pacing.next_plan_time() <= 11.0
 
 
+def test_a_step_of_beams_is_waited_for_behind_another_one_too():
+    pacing = Pacing(3)
+    pacing.add(sent(), expected_s=1.0, now=10.0)
+    pacing.add(sent(num_beams=4, step_id=2), expected_s=1.0, now=10.9)
+    assert pacing.next_plan_time() is None
+    pacing.pop(now=11.0)
+    assert pacing.next_plan_time() is None
+
+
 def test_when_there_was_nothing_to_plan_the_next_result_is_waited_for():
     pacing = Pacing(2)
     pacing.add(sent(), expected_s=0.0, now=10.0)
@@ -376,6 +395,7 @@ def test_a_steps_time_is_expected_from_those_before():
     assert core.rates.prefill_token_s == pytest.approx(0.0008), "a step takes 0.02 s in any case"
     assert core.rates.expected_step_s(num_tokens=210, num_prefill_tokens=200) == pytest.approx(0.2)
     assert core.rates.expected_step_s(num_tokens=12, num_prefill_tokens=10) == 0.02
+    assert core.rates.expected_step_s(num_tokens=10, num_prefill_tokens=10) == pytest.approx(0.01)
 
 
 def test_what_a_prompt_adds_to_a_step_is_not_known_before_a_decode_was():

@@ -120,7 +120,11 @@ def test_tokens_in_the_prefix_cache_count_as_computed_for_a_deadline():
     submit(core, list(range(100)), max_tokens=1)
     timed_step(core, now=0.0, step_s=1.0)
     meant = submit(core, [*range(100), *range(20)], now=1.0, deadline=2.0)
-    assert [row.group for row in core.schedule(1.0).rows] == [meant]
+    late = submit(core, [*range(100), *range(200, 270)], now=1.0, deadline=1.5)
+    plan = core.schedule(1.0)
+    assert [row.group for row in plan.rows] == [meant]
+    assert [dropped.group for dropped in plan.dropped] == [late]
+    assert "computing 70 tokens of its prompt takes 700 ms" in plan.dropped[0].message
 
 
 def test_without_a_measured_rate_a_deadline_is_kept_as_it_is():
@@ -192,6 +196,17 @@ def test_a_group_waits_for_those_before_it_and_the_first_for_what_is_lacking():
     assert (explain(core, second).reason, explain(core, second).queue_position) == (Reason.QUEUE, 1)
 
 
+def test_who_becomes_the_first_after_the_last_plan_does_not_lack_what_the_one_before_lacked():
+    core = make(num_blocks=6)
+    submit(core, 14)
+    lacking = submit(core, 10)
+    step(core)
+    first = submit(core, 10, priority=1)
+    assert explained(core, first) == (Status.WAITING, Reason.NEXT_STEP)
+    assert explain(core, first).message == "nothing is known to be in its way: the next step looks at it"
+    assert explained(core, lacking) == (Status.WAITING, Reason.QUEUE)
+
+
 def test_a_group_waits_for_a_sequence_to_end():
     core = make(max_num_seqs=2)
     submit(core, 4)
@@ -218,6 +233,14 @@ def test_a_group_waits_for_those_that_were_swapped_out_and_these_for_blocks():
     assert explained(core, late) == (Status.WAITING, Reason.SWAPPED_GROUPS)
     assert explained(core, group) == (Status.SWAPPED, Reason.BLOCKS)
     assert explain(core, group).num_blocks_needed == 5, "3 that were swapped, and one more each"
+
+
+def test_a_half_computed_prompt_of_several_sequences_needs_the_blocks_of_one_to_come_back():
+    core = make(num_swap_blocks=10, budget=8, preemption_mode=PreemptionMode.SWAP)
+    group = submit(core, 20, n=2)
+    step(core)
+    core.preempt(group)
+    assert explain(core, group).num_blocks_needed == 5, "2 that were swapped, and 3 for the rest"
 
 
 def test_each_final_status_is_reached():

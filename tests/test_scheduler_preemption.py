@@ -65,6 +65,31 @@ def test_a_swapped_groups_blocks_hold_what_they_held():
     assert group.num_preemptions == 1
 
 
+def test_nobody_comes_in_by_a_step_that_takes_the_blocks_of_others():
+    core = make(num_blocks=7, num_swap_blocks=9, budget=64, preemption_mode=SWAP)
+    submit(core, 7)
+    swapped = submit(core, 3)
+    submit(core, 15)
+    step(core)
+    core.preempt(swapped)
+    step(core)
+    plan, _ = step(core)
+    assert [preemption.group.number for preemption in plan.preempted] == [3]
+    assert rows(plan) == [(1, 8, 1)], "the second would have room now"
+    assert rows(step(core)[0]) == [(1, 9, 1), (2, 3, 1)]
+
+    core = make(num_blocks=6, budget=64)
+    submit(core, 7, tenant="a")
+    submit(core, 15, tenant="a")
+    step(core)
+    submit(core, 3, tenant="b")
+    step(core)
+    plan, _ = step(core)
+    assert [preemption.group.number for preemption in plan.preempted] == [2]
+    assert rows(plan) == [(1, 8, 1)]
+    assert rows(step(core)[0]) == [(1, 9, 1), (3, 0, 3)]
+
+
 def test_new_prompts_wait_while_a_group_is_swapped_out_and_it_returns_before_them():
     core = make(num_blocks=6, num_swap_blocks=6, max_num_seqs=8)
     submit(core, 8, max_tokens=12)
@@ -134,8 +159,18 @@ def test_rates_are_averages_of_steps_that_are_mostly_prefill_and_of_swaps():
     rates.note_step(num_tokens=200, num_prefill_tokens=80, step_s=9.0)
     rates.note_step(num_tokens=10, num_prefill_tokens=10, step_s=9.0)
     assert rates.prefill_tokens_per_s == known, "a decode step and a short prompt say nothing"
+    assert rates.decode_step_s == 0.0, "nor does a step with a prompt in it say how long decodes take"
     rates.note_swap(50, 0.01)
     assert rates.swap_blocks_per_s == 5000
+
+
+def test_a_step_that_took_no_time_says_nothing():
+    rates = Rates()
+    for step_s in (0.0, 0.1, 0.0):
+        rates.note_step(num_tokens=4, num_prefill_tokens=0, step_s=step_s)
+        rates.note_step(num_tokens=100, num_prefill_tokens=100, step_s=step_s)
+        rates.note_swap(50, step_s)
+    assert (rates.decode_step_s, rates.prefill_tokens_per_s, rates.swap_blocks_per_s) == (0.1, 1000, 500)
 
 
 def test_the_core_measures_its_rates_from_the_timings_of_steps():

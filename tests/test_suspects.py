@@ -158,6 +158,71 @@ def test_a_half_that_finds_no_room_together_is_tried_one_after_the_other():
         step(core)
 
 
+def test_of_the_suspects_those_of_the_least_rank_are_tried_first():
+    core = make()
+    submit(core, 4)
+    step(core)
+    urgent = submit(core, 4, priority=5)
+    assert planned(core) == [1, urgent.number]
+    lose(core)
+    assert planned(core) == [urgent.number]
+
+
+def test_who_is_on_trial_keeps_its_blocks_though_there_is_no_room_for_another_one():
+    core = make()
+    first, *_ = [submit(core, 4, n=n, max_tokens=8) for n in (2, 1, 1, 1)]
+    for _ in range(6):
+        step(core)
+    core.schedule(0.0)
+    lose(core)
+    core.replace_pool(BlockManager(6, 4))
+    while first in core.suspects:
+        step(core)
+        assert first.num_preemptions == 0
+    while core.num_live:
+        step(core)
+
+
+def test_who_is_cleared_is_not_tried_again_with_those_of_its_half_that_are_not():
+    core = make(budget=32)
+    first, second, third, *_ = [submit(core, prompt) for prompt in (2, 20, 2, 2, 2, 2)]
+    assert planned(core) == [1, 2, 3, 4, 5, 6]
+    lose(core)
+    step(core)  # eight tokens: the first samples, the second has a chunk, the third waits
+    core.preempt(first)
+    assert planned(core) == [second.number]
+    lose(core)
+    while second in core.suspects:
+        step(core)
+    assert planned(core) == [third.number]
+
+
+def test_who_is_swapped_out_does_not_come_back_into_the_steps_of_the_next_half():
+    core = make(num_swap_blocks=9, preemption_mode=PreemptionMode.SWAP)
+    _, second, *_ = [submit(core, 4) for _ in range(4)]
+    assert planned(core) == [1, 2, 3, 4]
+    lose(core)
+    step(core)
+    core.preempt(second)
+    assert second.status is Status.SWAPPED
+    assert planned(core) == [3, 4]
+    assert second.status is Status.WAITING
+
+
+def test_the_next_half_stays_out_of_steps_of_the_one_before_though_the_last_of_that_cannot_come_in():
+    core = make(max_num_seqs=4)
+    first, too_long, *_ = [submit(core, prompt) for prompt in (4, 10, 1, 1)]
+    assert planned(core) == [1, 2, 3, 4]
+    lose(core)
+    core.replace_pool(BlockManager(2, 5))
+    step(core)
+    assert first not in core.suspects
+    plan, _ = step(core)
+    assert [end.group for end in plan.finished] == [too_long]
+    assert rows(plan) == [(1, 4, 1)]
+    assert planned(core) == [3, 4]
+
+
 def test_steps_of_two_halves_are_never_in_flight_together():
     core = make(budget=64, max_steps_in_flight=2)
     first, second = submit(core, 4), submit(core, 4)
@@ -168,7 +233,9 @@ def test_steps_of_two_halves_are_never_in_flight_together():
     core.update(plans[0], run(plans[0]))
     assert core.schedule(0.0).rows == [], "the first is cleared, and has another step in flight"
     core.update(plans[1], run(plans[1]))
-    assert planned(core) == [second.number]
+    plan = core.schedule(0.0)
+    assert [row.group for row in plan.rows] == [second]
+    assert [(each.group, each.mode) for each in plan.preempted] == [(first, PreemptionMode.RECOMPUTE)]
     assert first.preemption_reason.startswith("recompute: others run apart")
 
 
