@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from models_fakes import VOCABULARY_SIZE, save, tiny_model
+from safetensors.torch import load_file, save_file
 
 from worker.checkpoint import ModelError, UnsupportedModel
 from worker.config import WorkerSettings
@@ -90,3 +91,54 @@ def test_kinds_of_layers_that_are_not_one_of_ours_for_each_layer_are_refused(kin
     config = {"architectures": ["Qwen2ForCausalLM"], "layer_types": kinds, "use_sliding_window": True}
     with pytest.raises(UnsupportedModel, match="for each of 2 layers"):
         LlamaConfig.from_json(NUMBERS | MLP | config | {"sliding_window": 8})
+
+
+@pytest.mark.parametrize(
+    "name, tensor, value",
+    [
+        ("dynamic rope", "model.layers.1.mlp.down_proj.weight", "nan"),
+        ("dynamic rope", "model.layers.0.input_layernorm.weight", "inf"),
+        ("dynamic rope", "lm_head.weight", "nan"),
+        ("gpt2", "transformer.h.1.attn.c_attn.bias", "-inf"),
+        ("opt", "model.decoder.layers.0.fc1.weight", "nan"),
+    ],
+)
+def test_weights_with_nan_or_infinity_are_refused_by_name(tmp_path, name, tensor, value):
+    path = checkpoint(tmp_path, name, torch.bfloat16) / "model.safetensors"
+    tensors = load_file(path)
+    tensors[tensor].view(-1)[5] = float(value)
+    save_file(tensors, path)
+    complaint = (
+        f"not finite: NaN or infinity is in {tensor} of {tmp_path} as bfloat16; choose another --dtype, or fetch"
+    )
+    with pytest.raises(ModelError, match=re.escape(complaint)):
+        load(tmp_path)
+
+
+def test_weights_that_a_narrower_dtype_does_not_hold_are_refused_by_name(tmp_path):
+    path = checkpoint(tmp_path, "dynamic rope") / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] *= 1e5
+    save_file(tensors, path)
+    load(tmp_path)
+    with pytest.raises(
+        ModelError, match=r"infinity is in model\.norm\.weight of .* as float16; choose another --dtype"
+    ):
+        load(tmp_path, dtype="float16")
+
+
+@pytest.mark.parametrize("name", ["dynamic rope", "gpt2", "opt"])
+def test_weights_that_the_memory_cannot_hold_are_refused_before_they_are_read(tmp_path, monkeypatch, name):
+    directory = checkpoint(tmp_path, name)
+    least_bytes = 2 * sum(tensor.numel() for tensor in load_file(directory / "model.safetensors").values())
+    monkeypatch.setattr("worker.weights.most_memory", lambda: least_bytes)
+    load(directory, dtype="bfloat16")
+    monkeypatch.setattr("worker.models.registry.load_weights", None)
+    words = r"take 0\.\d+ MiB of memory or more, and 0\.\d+ MiB are left with all swap space: take a narrower --dtype"
+    with pytest.raises(ModelError, match=words):
+        load(directory, dtype="float32")
+
+
+def test_where_nothing_tells_of_the_memory_weights_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("worker.weights.most_memory", lambda: None)
+    assert load(checkpoint(tmp_path, "gpt2")).dtype == "float32"

@@ -24,6 +24,14 @@ LONG = {
     "original_max_position_embeddings": 64,
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def their_table(parameters, positions):
@@ -100,3 +108,34 @@ def test_rotating_a_part_of_a_head_is_not_ours():
 def test_yarn_with_a_theta_whose_logarithm_is_none_is_refused_in_words():
     with pytest.raises(ValueError, match="rope_theta is 1, and has to be more than 1 for rope type 'yarn'"):
         LlamaConfig.from_json(NUMBERS | {"rope_parameters": YARN | {"rope_theta": 1}})
+
+
+@pytest.mark.parametrize(
+    "scaling, complaint",
+    [
+        (LINEAR | {"factor": 0}, "factor of rope_scaling is 0, and has to be a positive number"),
+        (LINEAR | {"factor": -2.0}, "factor of rope_scaling is -2.0"),
+        (LINEAR | {"factor": "2"}, "factor of rope_scaling is '2'"),
+        (DYNAMIC | {"factor": float("nan")}, "factor of rope_scaling is nan"),
+        (YARN | {"factor": float("inf")}, "factor of rope_scaling is inf"),
+        (YARN | {"beta_fast": -1}, "beta_fast of rope_scaling is -1"),
+        (LONG | {"original_max_position_embeddings": -64}, "original_max_position_embeddings of rope_scaling is -64"),
+        (LONG | {"attention_factor": 0}, "attention_factor of rope_scaling is 0"),
+        (LONG | {"long_factor": [1.0]}, "long_factor has to be a list of 16 numbers, for heads of 32"),
+        (LONG | {"long_factor": 16}, "long_factor has to be a list of 16 numbers"),
+        (LONG | {"long_factor": [1.0] * 15 + [0.0]}, "a number of long_factor is 0.0"),
+        (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor is 1.0, and has to be more than low_freq_factor, 1.0"),
+    ],
+    ids=str,
+)
+def test_a_number_that_no_rotation_can_have_is_refused_by_its_name(scaling, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        LlamaConfig.from_json(NUMBERS | {"rope_scaling": scaling})
+
+
+@pytest.mark.parametrize("given", [LINEAR, DYNAMIC, LLAMA3], ids=str)
+@pytest.mark.parametrize("missing", [{}, {"factor": None}], ids=str)
+def test_a_number_that_a_rope_type_needs_is_missing_if_it_is_left_out_or_null(given, missing):
+    scaling = {name: value for name, value in given.items() if name != "factor"} | missing
+    with pytest.raises(KeyError, match="factor"):
+        LlamaConfig.from_json(NUMBERS | {"rope_scaling": scaling})

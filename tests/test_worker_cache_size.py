@@ -15,6 +15,7 @@ from worker.cache_size import (
     _left_in_container,
     available_memory,
     count_swap_blocks,
+    most_memory,
     size_as_told,
     size_on_cpu,
     size_on_gpu,
@@ -221,6 +222,15 @@ def test_a_step_that_a_gpu_can_not_hold_is_refused_by_its_flag(checkpoint, monke
 
 def test_memory_is_available_here():
     assert 1 << 20 < available_memory() < 1 << 50
+
+
+def test_the_most_memory_is_what_is_available_and_all_free_swap_space(monkeypatch):
+    monkeypatch.setattr("worker.cache_size._left_in_container", lambda _, otherwise: otherwise)
+    tells = "MemTotal: 9 kB\nMemAvailable: 3 kB\nSwapTotal: 8 kB\nSwapFree: 4 kB\nHugePages_Total: 0\n"
+    monkeypatch.setattr("worker.cache_size.Path.read_text", lambda _: tells)
+    assert (available_memory(), most_memory()) == (3 << 10, 7 << 10)
+    monkeypatch.setattr("worker.cache_size.Path.exists", lambda _: False)
+    assert most_memory() is None
 
 
 def test_a_container_leaves_what_its_limit_does_and_what_is_only_cached_files(tmp_path):

@@ -27,6 +27,7 @@ def chosen(*, num_gpus=0, has_ray=False, environment=None, **settings):
         ({"tensor_parallel_size": 2, "ray_address": "auto", "has_ray": True}, "ray", "--ray-address names a cluster"),
         ({"tensor_parallel_size": 2, "environment": TORCHRUN}, "external", "torchrun has started this process"),
         ({"environment": {"RANK": "0", "WORLD_SIZE": "1"}}, "uni", "there is one rank"),
+        ({"environment": {"RANK": "", "WORLD_SIZE": ""}}, "uni", "there is one rank"),
         ({"executor": "mp"}, "mp", "--executor says so"),
         ({"executor": "mp", "environment": TORCHRUN}, "mp", "--executor says so"),
     ],

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -169,6 +170,9 @@ def test_a_rank_knows_its_place_and_where_rank_0_is():
     "changes, complaint",
     [
         ({"WORLD_SIZE": "3"}, "torchrun has started 3 processes, and .* is 2: make --nnodes x --nproc-per-node"),
+        ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE 2, so torchrun has not set both"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK is 1 and WORLD_SIZE 1"),
+        ({"RANK": "-1"}, "RANK is -1"),
         ({"LOCAL_RANK": "one"}, "wants the environment that torchrun sets: .*'one'"),
     ],
 )
@@ -177,9 +181,27 @@ def test_what_torchrun_has_started_has_to_fit_the_sizes(changes, complaint):
         Launched.read(settings("x", tensor_parallel_size=2), TWO | changes)
 
 
+@pytest.mark.parametrize(
+    "port, complaint",
+    [(None, "MASTER_PORT expected, but not set"), ("seven", "'seven'"), ("taken", "address already in use")],
+)
+def test_ranks_that_cannot_meet_are_told_where_they_should(monkeypatch, port, complaint):
+    with socket.create_server(("127.0.0.1", 0)) as another:
+        ours = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        for name, value in (TWO | ours).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        if port is not None:
+            monkeypatch.setenv("MASTER_PORT", str(another.getsockname()[1]) if port == "taken" else port)
+        launched = Launched.read(settings("x", tensor_parallel_size=2), os.environ)
+        with pytest.raises(ModelError, match=f"do not meet at MASTER_ADDR and MASTER_PORT: .*{complaint}"):
+            launched.meet()
+
+
 def test_all_ranks_but_the_first_serve_nobody():
     pair = settings("x", tensor_parallel_size=2)
     assert is_follower(pair, TWO)
     assert not is_follower(pair, TWO | {"RANK": "0"})
     assert not is_follower(pair, {})
+    assert not is_follower(pair, TWO | {"RANK": ""})
     assert not is_follower(settings("x", executor="mp"), TWO)

@@ -4,7 +4,9 @@ import contextlib
 import os
 import socket
 import threading
+from itertools import chain
 from multiprocessing import Pipe
+from queue import SimpleQueue
 
 import pytest
 from torch.distributed import HashStore
@@ -12,9 +14,11 @@ from worker_fakes import step
 
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, GetInfoResponse
 from worker.checkpoint import ModelError
+from worker.executor import lines
 from worker.executor.executor import RankLost
-from worker.executor.lines import LOOPBACK, LinesExecutor, dial, meet_ranks, run_here
+from worker.executor.lines import LOOPBACK, LinesExecutor, be_rank, dial, meet_ranks, run_here
 from worker.inputs import MalformedStep
+from worker.ranks import Place
 
 
 class Echo:
@@ -166,6 +170,37 @@ def test_who_does_not_know_the_secret_is_no_rank():
     assert line.recv_bytes() == b"step"
     line.close()
     met[1].close()
+
+
+def test_steps_are_taken_off_the_line_of_a_rank_that_computes_for_long(monkeypatch):
+    computing, released, ended = threading.Event(), threading.Event(), SimpleQueue()
+
+    def compute():
+        computing.set()
+        assert released.wait(30)
+        return ExecuteModelResponse(step_id=1)
+
+    class OfTwoSteps(Echo):
+        def run(self, steps, answer):
+            super().run(chain((steps() for _ in range(2)), [None]).__next__, answer)
+
+    monkeypatch.setattr(lines, "Rank", lambda *_: OfTwoSteps({1: compute}))
+    # The rank's process is a thread here.
+    monkeypatch.setattr(lines.os, "_exit", ended.put)
+    monkeypatch.setattr(lines.logging, "shutdown", lambda: None)
+    monkeypatch.setitem(lines._KEEPALIVE, "TCP_USER_TIMEOUT", 1000)
+    store = HashStore()
+    rank = threading.Thread(target=lambda: be_rank(dial(store, 0), None, Place(), None, store), daemon=True)
+    rank.start()
+    executor = LinesExecutor(lambda: list(meet_ranks(store, LOOPBACK, [0], lambda missing: None).values()))
+    executor.load(lambda: None)
+    first = executor.launch(step(step_id=1))
+    assert computing.wait(30)
+    second = executor.launch(step(step_id=2, finished=range(4 << 20)))  # more than the sockets' buffers hold
+    released.set()
+    assert [first.result().step_id, second.result().step_id] == [1, 2]
+    executor.close()
+    assert sorted([ended.get(timeout=30), ended.get(timeout=30)]) == [0, 1]
 
 
 def test_whoever_knows_that_a_rank_will_not_come_ends_the_wait():

@@ -293,6 +293,21 @@ async def test_a_worker_that_leaves_ends_streams_in_order_behind_the_step_that_r
         assert await stream.code() is grpc.StatusCode.OK
 
 
+async def test_steps_on_another_stream_end_the_one_before_whose_blocks_they_overwrite(worker, caplog):
+    stub, _, epoch = worker
+    first, second = stub.Execute(timeout=20), stub.Execute(timeout=20)
+    await first.write(prompt(epoch))
+    assert len(tokens(await first.read())) == 1
+    await second.write(prompt(epoch))
+    assert len(tokens(await second.read())) == 1
+    assert await first.read() is grpc.aio.EOF
+    assert await first.code() is grpc.StatusCode.OK
+    await second.write(decode(epoch, 1))
+    assert len(tokens(await second.read())) == 1
+    assert "steps come on another stream" in caplog.text
+    second.cancel()
+
+
 class SlowDevice:
     """A runner's steps on a device that comes to the end of one when it is told to."""
 

@@ -77,8 +77,8 @@ def size_as_told(
     if room_bytes is not None and num_blocks * shape.block_bytes > room_bytes:
         fitting = max(0, room_bytes) // shape.block_bytes
         raise ValueError(
-            f"{flag} makes a KV cache of {_in_words(num_blocks * shape.block_bytes)}, but beside the weights and a "
-            f"step there are {_in_words(room_bytes)} of memory: at most {fitting:,} blocks, or "
+            f"{flag} makes a KV cache of {in_words(num_blocks * shape.block_bytes)}, but beside the weights and a "
+            f"step there are {in_words(room_bytes)} of memory: at most {fitting:,} blocks, or "
             f"{fitting * shape.block_bytes:,} bytes"
         )
     return _size(shape, num_blocks, f"as told by {flag}")
@@ -95,11 +95,11 @@ def size_on_cpu(shape: CacheShape, context_length: int, checkpoint_bytes: int, r
         (checkpoint_bytes, "as large as the checkpoint"),
         (longest_bytes, f"room for {_DEFAULT_SEQUENCES} sequences of {context_length:,} tokens"),
     )
-    share = (int(_DEFAULT_SHARE * room_bytes), f"a quarter of the {_in_words(room_bytes)} that are left")
+    share = (int(_DEFAULT_SHARE * room_bytes), f"a quarter of the {in_words(room_bytes)} that are left")
     cache_bytes, reason = min(wanted, share)
     if cache_bytes < shape.block_bytes:
         raise ValueError(
-            f"only {_in_words(room_bytes)} of memory are left beside the weights and a step, and the KV cache takes a "
+            f"only {in_words(room_bytes)} of memory are left beside the weights and a step, and the KV cache takes a "
             "quarter of that: free some, or say how much it may take by --kv-cache-bytes"
         )
     return _size(shape, cache_bytes // shape.block_bytes, reason)
@@ -119,8 +119,8 @@ def size_on_gpu(shape: CacheShape, profile: Profile, gpu_memory_utilization: flo
     kept_bytes = int(profile.total_bytes * (1 - gpu_memory_utilization))
     cache_bytes = profile.room_bytes - kept_bytes
     reason = (
-        f"{gpu_memory_utilization:.0%} of {_in_words(profile.total_bytes)}, less {_in_words(profile.resident_bytes)} "
-        f"of weights and others, {_in_words(profile.step_bytes)} for a step and {_in_words(profile.graph_bytes)} for "
+        f"{gpu_memory_utilization:.0%} of {in_words(profile.total_bytes)}, less {in_words(profile.resident_bytes)} "
+        f"of weights and others, {in_words(profile.step_bytes)} for a step and {in_words(profile.graph_bytes)} for "
         "CUDA graphs"
     )
     if cache_bytes < shape.block_bytes:
@@ -145,7 +145,7 @@ def count_swap_blocks(shape: CacheShape, swap_bytes: int | None, num_blocks: int
     if swap_bytes is not None:
         if swap_bytes > max(0, available_bytes):
             raise ValueError(
-                f"--swap-bytes is {_in_words(swap_bytes)}, but only {_in_words(available_bytes)} of memory are left "
+                f"--swap-bytes is {in_words(swap_bytes)}, but only {in_words(available_bytes)} of memory are left "
                 "beside the KV cache; 0 is none"
             )
         return swap_bytes // shape.block_bytes
@@ -160,12 +160,24 @@ def largest_logits_bytes(vocabulary_size: int) -> int:
 
 def available_memory() -> int:
     """Bytes that this process may still take: what the machine has, or, if less, what the container's limit leaves."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
+    if not (meminfo := _read_meminfo()):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    rows = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    available = int(rows["MemAvailable"].split()[0]) * 1024
-    return min(available, _left_in_container(Path("/sys/fs/cgroup"), available))
+    return min(meminfo["MemAvailable"], _left_in_container(Path("/sys/fs/cgroup"), meminfo["MemAvailable"]))
+
+
+def most_memory() -> int | None:
+    """Bytes that this process can take at the very most, with all the free swap space; None if nothing tells."""
+    meminfo = _read_meminfo()
+    return available_memory() + meminfo["SwapFree"] if meminfo else None
+
+
+def _read_meminfo() -> dict[str, int]:
+    """What Linux tells of the machine's memory, in bytes; empty on other systems."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return {}
+    rows = (line.split(":") for line in path.read_text().splitlines())
+    return {name: int(value.split()[0]) * 1024 for name, value in rows}
 
 
 def _left_in_container(group: Path, otherwise: int) -> int:
@@ -185,9 +197,10 @@ def _left_in_container(group: Path, otherwise: int) -> int:
 def _size(shape: CacheShape, num_blocks: int, reason: str) -> CacheSize:
     size = f"{num_blocks:,} blocks of {shape.block_size} tokens ({num_blocks * shape.block_size:,})"
     dtype = str(shape.dtype).removeprefix("torch.")
-    return CacheSize(num_blocks, f"{size} in {dtype}, {_in_words(num_blocks * shape.block_bytes)}: {reason}")
+    return CacheSize(num_blocks, f"{size} in {dtype}, {in_words(num_blocks * shape.block_bytes)}: {reason}")
 
 
-def _in_words(num_bytes: int) -> str:
+def in_words(num_bytes: int) -> str:
+    """A size as it is told to people."""
     num_bytes = max(0, num_bytes)
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.3g} MiB"

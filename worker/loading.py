@@ -39,7 +39,7 @@ from worker.models.model import Model
 from worker.models.registry import load_model
 from worker.profile_run import CudaMemory, profile, run_prompts
 from worker.ranks import ALONE, WHOLE_HOST, Host, Ranks
-from worker.weights import weight_bytes
+from worker.weights import not_finite, weight_bytes
 
 log = logging.getLogger(__name__)
 
@@ -96,24 +96,13 @@ def load_worker(
         "kernels: %s",
         f"{operations.name}, since {operations.note}" if operations.note else operations.name,
     )
-    context_length = settings.max_model_len or model.config.context_length
-    if context_length > model.config.context_length:
-        longest = model.config.context_length
-        raise ModelError(
-            f"--max-model-len is {context_length}, but the model was made for {longest}: give that or less, or nothing"
-        )
+    context_length = _choose_context_length(settings, model)
     clock.log("weights loaded", threads=torch.get_num_threads())
 
     shape = CacheShape.of_model(model, settings.block_size, cache_dtype)
     size = _choose_cache_size(settings, model, shape, context_length, device, directory, host)
     cache = _make_cache(settings, model, shape, size, device, host)
     clock.log("KV cache sized", note=size.note, cpu_blocks=cache.num_cpu_blocks)
-    if context_length > size.num_blocks * shape.block_size:
-        log.warning(
-            "a sequence of %d tokens does not fit into the KV cache: longer ones than %d end early or are refused",
-            context_length,
-            size.num_blocks * shape.block_size,
-        )
 
     runner = ModelRunner(
         model,
@@ -125,7 +114,12 @@ def load_worker(
     if (record := _recorder(settings, model, device)) is not None:
         runner.record_decodes(record)
     name = settings.served_model_name or checkpoint_name(settings.model)
-    worker = warm_up(runner, cache, name=name, dtype=dtype, kv_cache_note=size.note, quantization=settings.quantization)
+    try:
+        worker = warm_up(
+            runner, cache, name=name, dtype=dtype, kv_cache_note=size.note, quantization=settings.quantization
+        )
+    except FloatingPointError as error:
+        raise not_finite(directory, dtype) from error
     if ranks.place.num_stages > 1:
         worker.info.num_concurrent_steps = ranks.place.num_stages
         worker.info.swap_ms_per_block *= ranks.place.num_stages  # each stage moves its own layers of a block
@@ -188,8 +182,12 @@ def warm_up(
         dtype: of its weights.
         kv_cache_note: how the number of blocks came about.
         quantization: of the weights.
+
+    Raises:
+        FloatingPointError: the logits are not finite.
     """
-    run_prompts(runner, [1])
+    if run_prompts(runner, [1]).failed_samples:
+        raise FloatingPointError
     limits = runner.limits
     info = GetInfoResponse(
         model=name,
@@ -255,6 +253,21 @@ def least_of_all(size: CacheSize, ranks: Ranks) -> CacheSize:
     return CacheSize(num_blocks, f"{num_blocks:,} blocks, the least of {ranks.place.size} ranks")
 
 
+def _choose_context_length(settings: WorkerSettings, model: Model) -> int:
+    """As told by the settings; otherwise what the model was made for.
+
+    Raises:
+        ModelError: it was not made for that many tokens.
+    """
+    longest = model.config.context_length
+    context_length = settings.max_model_len or longest
+    if context_length > longest:
+        raise ModelError(
+            f"--max-model-len is {context_length}, but the model was made for {longest}: give that or less, or nothing"
+        )
+    return context_length
+
+
 def _choose_cache_size(
     settings: WorkerSettings,
     model: Model,
@@ -270,25 +283,25 @@ def _choose_cache_size(
         ModelError: there is no room.
     """
     told = (settings.num_gpu_blocks, settings.kv_cache_bytes)
-    place = model.ranks.place
     try:
         if device.type == "cpu":
             room_bytes = _own_memory(settings, host) - largest_logits_bytes(model.config.vocabulary_size)
             own = size_as_told(shape, *told, room_bytes) or size_on_cpu(
-                shape, context_length, weight_bytes(directory) // place.size, room_bytes
+                shape, context_length, weight_bytes(directory) // model.ranks.place.size, room_bytes
             )
-            return least_of_all(own, model.ranks)
-        found = profile(
-            model,
-            shape,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            context_length=context_length,
-            device=device,
-            memory=CudaMemory(device),
-            record=_recorder(settings, model, device),
-        )
-        own = size_as_told(shape, *told, found.room_bytes) or size_on_gpu(shape, found, settings.gpu_memory_utilization)
-        return least_of_all(own, model.ranks)
+        else:
+            found = profile(
+                model,
+                shape,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                context_length=context_length,
+                device=device,
+                memory=CudaMemory(device),
+                record=_recorder(settings, model, device),
+            )
+            own = size_as_told(shape, *told, found.room_bytes) or size_on_gpu(
+                shape, found, settings.gpu_memory_utilization
+            )
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"a step of {settings.max_num_batched_tokens} tokens does not fit into the GPU's memory with the weights: "
@@ -296,6 +309,14 @@ def _choose_cache_size(
         ) from error
     except ValueError as error:
         raise ModelError(str(error)) from error
+    size = least_of_all(own, model.ranks)
+    if context_length > size.num_blocks * shape.block_size:
+        log.warning(
+            "a sequence of %d tokens does not fit into the KV cache: longer ones than %d end early or are refused",
+            context_length,
+            size.num_blocks * shape.block_size,
+        )
+    return size
 
 
 def _own_memory(settings: WorkerSettings, host: Host) -> int:

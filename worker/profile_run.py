@@ -7,7 +7,7 @@ import torch
 
 from protos.columns import pack
 from protos.sampling_pb2 import Sampling
-from protos.worker_pb2 import ExecuteModelRequest, NewRequest
+from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse, NewRequest
 from worker.cache_engine import CacheEngine, CacheShape
 from worker.cache_size import PROFILED_SAMPLES, Profile
 from worker.decode_graphs import Recorder
@@ -119,8 +119,8 @@ def profile(
 
 def run_prompts(
     runner: ModelRunner, lengths: Sequence[int], *, hungry: bool = False, tells_prompt: bool = False
-) -> None:
-    """Runs a step of prompts that all use the same first blocks, whose contents do not matter.
+) -> ExecuteModelResponse:
+    """Runs a step of prompts that all use the same first blocks, whose contents do not matter; returns its answer.
 
     Args:
         runner: has room for them, and no live request.
@@ -137,7 +137,7 @@ def run_prompts(
     if tells_prompt:
         new.sampling.num_prompt_logprobs = 1
         new.prompt_token_ids = pack([0] * lengths[0])
-    runner.execute(
+    response = runner.execute(
         ExecuteModelRequest(
             new_requests=[new],
             request_ids=pack([0] * num_rows),
@@ -154,3 +154,4 @@ def run_prompts(
         )
     )
     runner.execute(ExecuteModelRequest(finished_request_ids=pack([0])))
+    return response

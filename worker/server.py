@@ -41,6 +41,11 @@ class _Call:
     steps: "asyncio.Queue[_Job | None]" = field(default_factory=asyncio.Queue)
     leaving: bool = False
 
+    def leave(self) -> None:
+        """Ends the stream cleanly; see `WorkerService.leave`."""
+        self.leaving = True
+        self.steps.put_nowait(None)
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -88,6 +93,8 @@ class WorkerService(WorkerServiceServicer):
         self._executor: Executor | None = None
         self._info = GetInfoResponse()
         self._calls: set[_Call] = set()
+        # The stream whose steps the cache's blocks are of.
+        self._current: _Call | None = None
         # Per ended stream, the task that waits for its last steps.
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -149,8 +156,7 @@ class WorkerService(WorkerServiceServicer):
     def leave(self) -> None:
         """Ends streams cleanly: each after its running step, or now if it has none. Later steps are not run."""
         for call in self._calls:
-            call.leaving = True
-            call.steps.put_nowait(None)
+            call.leave()
 
     async def _expect_end(self) -> None:
         """Waits for the last steps of a stream that has ended; if they take too long, the device hangs."""
@@ -167,10 +173,20 @@ class WorkerService(WorkerServiceServicer):
         """Submits steps as they come, while there is room, until the client sends no more or one is refused."""
         requests = aiter(requests)
         try:
-            while await room.acquire() and (request := await anext(requests, None)) is not None:
+            while await room.acquire() and (request := await anext(requests, None)) is not None and not call.leaving:
                 call.steps.put_nowait(self._submit(request, call))
+                self._displace(call)
         finally:
             call.steps.put_nowait(None)
+
+    def _displace(self, call: _Call) -> None:
+        """Ends the stream whose steps ran before this one's, if it is open: that of a scheduler that is lost, or of a
+        second one. Each takes all blocks for its own, and sends everything anew on its next stream.
+        """
+        if self._current is not call and self._current in self._calls:
+            log.warning("steps come on another stream: the one before it ends")
+            self._current.leave()
+        self._current = call
 
     def _submit(self, request: ExecuteModelRequest, call: _Call) -> _Job:
         executor = self._require_loaded()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from worker.cache_size import in_words, most_memory
 from worker.checkpoint import ModelError
 from worker.shares import Part, Target
 
@@ -19,6 +21,9 @@ _INDEX = "model.safetensors.index.json"
 # A file is mapped while it is open, and what was read of it counts as this process's memory until it is closed: so it
 # is reopened after this many bytes.
 _BYTES_AT_ONCE = 64 << 20
+
+# Packed weights take at least this share of what their values take: some instruction sets compute with 12 bits of 16.
+_LEAST_PACKED_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,29 @@ def check_files(directory: Path) -> None:
         _names(path)
 
 
+def check_memory(directory: Path, value_bytes: int, num_ranks: int) -> None:
+    """Refuses weights that cannot be held by a CPU's memory before they are read: the system would kill this process.
+
+    Args:
+        directory: of the checkpoint.
+        value_bytes: bytes that a value is kept in.
+        num_ranks: those that share the weights; the other ones are taken to be on other hosts.
+
+    Raises:
+        ModelError: there is not enough memory, even if all free swap space is taken.
+    """
+    sizes = {name: size for path in _weight_files(directory) for name, size in _sizes(path).items()}
+    sizes.pop("lm_head.weight", None)  # it may be the embedding once more
+    least_bytes = int(_LEAST_PACKED_SHARE * value_bytes * sum(sizes.values())) // num_ranks
+    most_bytes = most_memory()
+    if most_bytes is not None and least_bytes > most_bytes:
+        raise ModelError(
+            f"the weights of {directory} take {in_words(least_bytes)} of memory or more, and {in_words(most_bytes)} "
+            "are left with all swap space: take a narrower --dtype, --quantization int8 or a smaller model, or end "
+            "what else uses memory"
+        )
+
+
 @contextlib.contextmanager
 def memory_for_weights(directory: Path) -> Iterator[None]:
     """To be put around what takes memory for a checkpoint's weights.
@@ -108,6 +136,24 @@ def memory_for_weights(directory: Path) -> Iterator[None]:
             f"no memory for the weights of {directory}: {reason}; take a narrower --dtype or a smaller model, or end "
             "what else uses memory"
         ) from error
+
+
+def not_finite(directory: Path, dtype: torch.dtype) -> ModelError:
+    """Why a model's logits are not finite: which of its checkpoint's tensors hold NaN or infinity as `dtype`.
+
+    It reads all of them, which takes longer than loading: call it only for such a model.
+    """
+    names = [
+        name
+        for path in _weight_files(directory)
+        for name, tensor in _read(path, _names(path))
+        if not tensor.to(dtype).isfinite().all()
+    ]
+    reason = f"NaN or infinity is in {listed(names)} of {directory}" if names else "a value overflows"
+    return ModelError(
+        f"the model's logits are not finite: {reason} as {str(dtype).removeprefix('torch.')}; choose another --dtype, "
+        "or fetch or save it again"
+    )
 
 
 def listed(names: Iterable[str]) -> str:
@@ -158,6 +204,13 @@ def _opened(path: Path) -> Iterator[Any]:
 def _names(path: Path) -> list[str]:
     with _opened(path) as file:
         return list(file.keys())
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """The name of each tensor of a file -> its number of values."""
+    with _opened(path) as file:
+        names = file.keys()
+        return {name: math.prod(file.get_slice(name).get_shape()) for name in names}
 
 
 def _read(path: Path, stored_names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

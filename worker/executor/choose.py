@@ -111,4 +111,4 @@ def choose(
 
 
 def _is_under_torchrun(environment: Mapping[str, str]) -> bool:
-    return "RANK" in environment and "WORLD_SIZE" in environment
+    return bool(environment.get("RANK") and environment.get("WORLD_SIZE"))

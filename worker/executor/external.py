@@ -55,6 +55,8 @@ class Launched:
             address = environment["MASTER_ADDR"]
         except (KeyError, ValueError) as error:
             raise ModelError(f"--executor external wants the environment that torchrun sets: {error}") from error
+        if not 0 <= rank < world_size:
+            raise ModelError(f"RANK is {rank} and WORLD_SIZE {world_size}, so torchrun has not set both")
         if world_size != settings.num_ranks:
             raise ModelError(
                 f"torchrun has started {world_size} processes, and --tensor-parallel-size x --pipeline-parallel-size "
@@ -67,10 +69,17 @@ class Launched:
         )
 
     def meet(self) -> Store:
-        """Waits for the store that all ranks share, and returns it."""
+        """Waits for the store that all ranks share, and returns it.
+
+        Raises:
+            ModelError: it is not to be found, or another process has its port.
+        """
         if self.address == LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_RENDEZVOUS_S)))
+        try:
+            store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_RENDEZVOUS_S)))
+        except (ValueError, RuntimeError) as error:  # torch's own errors are of the second type
+            raise ModelError(f"the ranks do not meet at MASTER_ADDR and MASTER_PORT: {error}") from error
         return store
 
 

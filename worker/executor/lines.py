@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import NoReturn
 
 from torch.distributed import Store
@@ -174,21 +175,20 @@ def meet_ranks(
     return lines
 
 
-def run_here(line: Connection, rank: Rank, number: int) -> bool:
+def run_here(line: Connection, rank: Rank, number: int, receive: Callable[[], bytes] | None = None) -> None:
     """Loads and runs a rank until its line ends or it fails.
 
     Args:
         line: to the front.
         rank: the rank to run.
         number: its number; only rank 0 answers.
-
-    Returns:
-        Whether it was the line that ended.
+        receive: waits for the next step, as `line.recv_bytes` does; None: it is that.
     """
+    receive = receive or line.recv_bytes
 
     def steps() -> bytes | None:
         with contextlib.suppress(EOFError, OSError):
-            return line.recv_bytes()
+            return receive()
         return None
 
     def answer(outcome: Outcome) -> None:
@@ -199,7 +199,6 @@ def run_here(line: Connection, rank: Rank, number: int) -> bool:
         calm_collector()
         line.send_bytes(tag_info(info))
         rank.run(steps, answer if number == 0 else None)
-        return True
     except Exception as error:
         known = isinstance(error, ModelError)
         if not known:
@@ -207,7 +206,6 @@ def run_here(line: Connection, rank: Rank, number: int) -> bool:
         told = ModelError(f"{error} (rank {number} on {socket.gethostname()})") if known else error
         with contextlib.suppress(OSError):
             line.send_bytes(tag_end(told))
-        return False
     finally:
         line.close()
 
@@ -222,10 +220,11 @@ def be_rank(line: Connection, settings: WorkerSettings, place: Place, host: Host
         host: its part of its host.
         store: where it finds the other ranks.
     """
-    threading.Thread(target=_end_with, args=(line.fileno(),), name="watch", daemon=True).start()
-    is_over = run_here(line, Rank(settings, place, host, store), place.rank)
+    steps: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_read, args=(line, steps), name="steps", daemon=True).start()
+    run_here(line, Rank(settings, place, host, store), place.rank, steps.get)
     logging.shutdown()
-    os._exit(0 if is_over else 1)
+    os._exit(1)
 
 
 def dial(store: Store, rank: int) -> Connection:
@@ -245,9 +244,12 @@ def _line(peer: socket.socket) -> Connection:
     return Connection(peer.detach())
 
 
-def _end_with(line: int) -> NoReturn:
-    """Ends this process when the front is gone, whatever it is doing: it is not needed any more."""
-    poll = select.poll()
-    poll.register(line, select.POLLRDHUP)
-    poll.poll()
+def _read(line: Connection, steps: SimpleQueue[bytes]) -> NoReturn:
+    """Takes steps off a line as they come, however long the rank computes: TCP ends a line that nobody reads for long.
+
+    Ends this process when the front is gone, whatever it is doing: it is not needed any more.
+    """
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            steps.put(line.recv_bytes())  # the front sends only a few ahead
     os._exit(0)

@@ -27,7 +27,7 @@ from kernels.reference import PlainLinear
 from worker.checkpoint import ModelError, UnsupportedModel
 from worker.layers.attention import AttentionMetadata, attend
 from worker.ranks import ALONE
-from worker.weights import check_files, listed, memory_for_weights
+from worker.weights import check_files, listed, memory_for_weights, not_finite
 
 _ATTENTION = "pagewire"
 # Relative error of the logits, as vectors, below which a model has proved itself; for one that fails it is near one.
@@ -274,7 +274,7 @@ def load_generic(
     _fix_rotation(whole, numbers.context_length)
     # What else its own layers do cannot be known: they may look at what is on the device.
     operations = replace(choose_operations(numbers.head_dim), recordable=False)
-    return _prove(whole, numbers, operations, cache_dtype, device)
+    return _prove(directory, whole, numbers, operations, cache_dtype, device)
 
 
 def _read_config(directory: Path) -> PreTrainedConfig:
@@ -386,6 +386,7 @@ def _pack(plain: nn.Linear, operations: Operations) -> _Packed | None:
 
 @torch.inference_mode()
 def _prove(
+    directory: Path,
     whole: PreTrainedModel,
     numbers: GenericNumbers,
     operations: Operations,
@@ -411,7 +412,8 @@ def _prove(
     tolerance = max(_TOLERANCES[whole.dtype], _TOLERANCES[cache_dtype])
     try:
         expected = torch.cat([whole(part[None], use_cache=False).logits[0] for part in tokens.split([3, 2])]).float()
-        _check_finite(expected, whole)
+        if not expected.isfinite().all():  # they prove nothing
+            raise not_finite(directory, whole.dtype)
         whole.set_attn_implementation(_ATTENTION)
         layers = whole.base_model
         model = GenericForCausalLM(whole, layers, numbers, operations)
@@ -430,18 +432,6 @@ def _prove(
         if not error_share < tolerance:
             raise UnsupportedModel(f"its logits on the paged cache are off by {error_share:.1%} from eager attention's")
     return model
-
-
-def _check_finite(logits: Tensor, whole: PreTrainedModel) -> None:
-    """Refuses logits that prove nothing, naming the weights that they come from."""
-    if logits.isfinite().all():
-        return
-    names = [name for name, parameter in whole.named_parameters() if not parameter.isfinite().all()]
-    reason = f"NaN or infinity is in {listed(names)} of {whole.name_or_path}" if names else "a value overflows"
-    dtype = str(whole.dtype).removeprefix("torch.")
-    raise ModelError(
-        f"the model's logits are not finite: {reason} as {dtype}; choose another --dtype, or fetch or save it again"
-    )
 
 
 def _check_calls(config: PreTrainedConfig, numbers: GenericNumbers, windows: list[tuple[int, int | None]]) -> None:

@@ -68,6 +68,7 @@ class LlamaConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedModel(f"activation {config['hidden_act']!r} is not supported, only silu")
         num_heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
         usual_length, longest = longest_context(config)
         context_length = min(context_length or usual_length, longest)
         # Mistral has no biases, whatever its config.json says, and Qwen2 has them only in q, k and v.
@@ -80,9 +81,9 @@ class LlamaConfig:
             num_layers=config["num_hidden_layers"],
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+            head_dim=head_dim,
             norm_epsilon=config.get("rms_norm_eps", 1e-6),
-            rope=read_rope(config, context_length),
+            rope=read_rope(config, head_dim, context_length),
             context_length=context_length,
             windows=_read_windows(config, architecture, context_length),
             tied_embeddings=config.get("tie_word_embeddings", False),

@@ -21,7 +21,7 @@ from worker.models.model import Model, ModelNumbers
 from worker.models.opt import OPTConfig, OPTForCausalLM
 from worker.ranks import ALONE, Place, Ranks
 from worker.shares import deal_heads
-from worker.weights import Piece, has_own_head, load_weights, memory_for_weights
+from worker.weights import Piece, check_memory, has_own_head, load_weights, memory_for_weights
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +146,9 @@ def load_model(
             log.info("model path: our own, since %s is one of ours", name)
             numbers = _untied_if_they_differ(numbers, directory, architecture.embedding)
             operations = choose_operations(numbers.head_dim)
+            if device.type == "cpu":
+                is_int8 = operations.linear is operations.int8_linear
+                check_memory(directory, 1 if is_int8 else dtype.itemsize, ranks.place.size)
             with memory_for_weights(directory):
                 model = architecture.model(numbers, operations=operations, dtype=dtype, device=device, ranks=ranks)
                 return _fill(model, directory)

@@ -15,6 +15,17 @@ from worker.layers.rotary import (
     yarn_attention_factor,
 )
 
+# Of a rope type's numbers, those that have to be positive if they are given.
+_POSITIVE = (
+    "factor",
+    "attention_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "original_max_position_embeddings",
+)
+
 
 def longest_context(config: dict[str, Any]) -> tuple[int, int]:
     """The longest context, in tokens, that the rope type serves as it is, and the longest that it serves if asked to.
@@ -31,18 +42,19 @@ def longest_context(config: dict[str, Any]) -> tuple[int, int]:
     return length, length
 
 
-def read_rope(config: dict[str, Any], context_length: int) -> Rope:
+def read_rope(config: dict[str, Any], head_dim: int, context_length: int) -> Rope:
     """The rotation that a model of the Llama family uses.
 
     Args:
         config: config.json, with a value for max_position_embeddings.
+        head_dim: values in a head.
         context_length: the longest context to be served: the dynamic type and LongRoPE use other frequencies if it is
             long. The choice is the same for all sequences, since keys in one cache have to be rotated alike.
 
     Raises:
         UnsupportedModel: the rope type is not built.
         KeyError: a number is missing.
-        ValueError: theta is not valid.
+        ValueError: a number is not valid.
     """
     parameters, kind = _rope_parameters(config)
     theta = parameters.get("rope_theta", config.get("rope_theta", 10_000.0))
@@ -56,19 +68,13 @@ def read_rope(config: dict[str, Any], context_length: int) -> Rope:
     if kind == "linear":
         return LinearRope(theta, parameters["factor"])
     if kind == "llama3":
-        return Llama3Rope(
-            theta,
-            factor=parameters["factor"],
-            low_frequency_factor=parameters["low_freq_factor"],
-            high_frequency_factor=parameters["high_freq_factor"],
-            original_context_length=parameters["original_max_position_embeddings"],
-        )
+        return _read_llama3(parameters, theta)
     if kind == "dynamic":
         return DynamicRope(theta, parameters["factor"], config["max_position_embeddings"], context_length)
     if kind == "yarn":
         return _read_yarn(config, parameters, theta)
     if kind == "longrope":
-        return _read_longrope(config, parameters, theta, context_length)
+        return _read_longrope(config, parameters, theta, head_dim, context_length)
     supported = "default, linear, llama3, dynamic, yarn and longrope"
     raise UnsupportedModel(f"rope type {kind!r} is not supported, only {supported}")
 
@@ -76,13 +82,34 @@ def read_rope(config: dict[str, Any], context_length: int) -> Rope:
 def _rope_parameters(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
     # transformers 5 keeps everything in rope_parameters; before it, rope_theta stood beside rope_scaling. If both
     # are there, rope_scaling was added by hand, as model cards say to, and transformers uses that alone.
-    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    parameters = {name: value for name, value in (config.get(field) or {}).items() if value is not None}
+    for name in _POSITIVE:
+        _check_positive(f"{name} of {field}", parameters.get(name, 1))
     return parameters, parameters.get("rope_type", parameters.get("type", "default"))
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise ValueError(f"{name} is {value!r}, and has to be a positive number")
 
 
 def _original_length(config: dict[str, Any], parameters: dict[str, Any]) -> int:
     name = "original_max_position_embeddings"
     return parameters.get(name) or config.get(name) or config["max_position_embeddings"]
+
+
+def _read_llama3(parameters: dict[str, Any], theta: float) -> Llama3Rope:
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    if not low < high:
+        raise ValueError(f"high_freq_factor is {high}, and has to be more than low_freq_factor, {low}")
+    return Llama3Rope(
+        theta,
+        factor=parameters["factor"],
+        low_frequency_factor=low,
+        high_frequency_factor=high,
+        original_context_length=parameters["original_max_position_embeddings"],
+    )
 
 
 def _read_yarn(config: dict[str, Any], parameters: dict[str, Any], theta: float) -> YarnRope:
@@ -105,11 +132,18 @@ def _read_yarn(config: dict[str, Any], parameters: dict[str, Any], theta: float)
     )
 
 
-def _read_longrope(config: dict[str, Any], parameters: dict[str, Any], theta: float, context_length: int) -> LongRope:
+def _read_longrope(
+    config: dict[str, Any], parameters: dict[str, Any], theta: float, head_dim: int, context_length: int
+) -> LongRope:
     original = _original_length(config, parameters)
     factor = parameters.get("factor") or config["max_position_embeddings"] / original
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    factors = parameters["long_factor" if context_length > original else "short_factor"]
+    name = "long_factor" if context_length > original else "short_factor"
+    factors = parameters[name]
+    if not isinstance(factors, list) or len(factors) != head_dim // 2:
+        raise ValueError(f"{name} has to be a list of {head_dim // 2} numbers, for heads of {head_dim}")
+    for value in factors:
+        _check_positive(f"a number of {name}", value)
     return LongRope(theta, tuple(factors), attention_factor)
