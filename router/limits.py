@@ -133,7 +133,6 @@ class TenantLimits:
                 self._forget_idle(now)
             account = self._accounts[tenant.name] = _Account(tenant, tenant.tokens_per_minute or math.inf, now)
         account.tenant = tenant
-        account.refill(now)
         return account
 
     def _forget_idle(self, now: float) -> None:

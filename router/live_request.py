@@ -310,8 +310,7 @@ class LiveRequest:
         num_known = stream.num_received - first_index
         if logprobs is not None:
             logprobs = logprobs.part(num_known)
-        if end is not None or num_known < len(token_ids):
-            stream.push(token_ids[num_known:], end, logprobs, own_logprobs[num_known:])
+        stream.push(token_ids[num_known:], end, logprobs, own_logprobs[num_known:])
         if stream.stopped and not was_stopped and not stream.ended:
             self._on_stop(stream)
         if end is not None:

@@ -24,14 +24,11 @@ class Received:
         """Removes from a delta what the client has; returns whether anything is left."""
         if self.ended:
             return False
-        if self.text_bytes:
-            text = delta.text.encode()
-            delta.text = text[self.text_bytes :].decode(errors="ignore")
-            self.text_bytes = max(0, self.text_bytes - len(text))
-        if self.num_tokens:
-            num_here = max(len(delta.token_ids), len(delta.logprobs))
-            del delta.token_ids[: self.num_tokens], delta.logprobs[: self.num_tokens]
-            self.num_tokens = max(0, self.num_tokens - num_here)
+        text, num_tokens = delta.text.encode(), max(len(delta.token_ids), len(delta.logprobs))
+        delta.text = text[self.text_bytes :].decode(errors="ignore")
+        del delta.token_ids[: self.num_tokens], delta.logprobs[: self.num_tokens]
+        self.text_bytes = max(0, self.text_bytes - len(text))
+        self.num_tokens = max(0, self.num_tokens - num_tokens)
         return bool(delta.text or delta.token_ids or delta.logprobs or delta.finish_reason)
 
 

@@ -537,12 +537,15 @@ async def test_each_bad_field_is_named_with_what_would_be_right_and_the_service_
 
 async def test_errors_about_very_large_requests_are_cut_to_what_trailers_hold():
     many = [pb.ChatMessage(content="x")] * 5000
-    bias = dict.fromkeys(range(5000), 1000000.0)
+    bias, some = (dict.fromkeys(range(num), 1000000.0) for num in (5000, 1000))
     refused = [
         (pb.GenerateRequest(chat=pb.Chat(messages=many)), "chat.messages"),
+        (pb.GenerateRequest(chat=pb.Chat(messages=many[:199])), "chat.messages[0].role"),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(logit_bias=bias)), "sampling.logit_bias"),
+        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(logit_bias=some)), "sampling.logit_bias[0]"),
         (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[999] * 100_000)), "token_ids.ids[0]"),
         (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="é" * 90_000)])), "chat"),
+        (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="é" * 450)])), "chat"),
     ]
     async with control_plane() as plane:
         for wanted, field in refused:

@@ -185,6 +185,7 @@ def test_a_stop_string_that_begins_before_it_counts_is_found_and_one_that_ends_t
     assert matcher.push("a END b", counts=False) == "a END b"
     assert matcher.push("c EN", counts=False) == "c "
     assert matcher.push("D") == Match("", "END")
+    assert StopStrings(["END"], include=False).push("END", counts=False) == "END"
 
 
 @given(
@@ -193,6 +194,7 @@ def test_a_stop_string_that_begins_before_it_counts_is_found_and_one_that_ends_t
     num_held_off=st.integers(0, 20),
 )
 @settings(deadline=None)
+@example(text="abab", stops=["ab", "abaa"], num_held_off=2)  # held back for the other one, "ab" does not count later
 def test_the_first_match_that_ends_where_it_counts_ends_the_text(text, stops, num_held_off):
     matcher = StopStrings(stops, include=False)
     shown, match = "", None

@@ -64,6 +64,15 @@ def test_prompts_are_charged_at_once_outputs_at_the_end_and_the_delay_is_when_en
     limits.charge_prompt(refused, 10)
 
 
+def test_what_flows_into_a_full_bucket_while_a_request_runs_pays_for_no_output(limits, clock):
+    acme = Tenant("acme", tokens_per_minute=60)
+    permit = limits.enter(acme)
+    clock.now += 60
+    limits.leave(permit, 50)
+    with pytest.raises(Refusal, match="the prompt's 11 need 1 more"):
+        limits.charge_prompt(limits.enter(acme), 11)
+
+
 def test_a_prompt_over_a_minutes_worth_goes_in_when_the_bucket_is_full(limits, clock):
     acme = Tenant("acme", tokens_per_minute=60)
     limits.charge_prompt(limits.enter(acme), 90)
@@ -109,7 +118,7 @@ def test_many_tenants_of_whom_none_can_be_forgotten_are_seldom_looked_over(limit
     monkeypatch.setattr(_Account, "refill", refill)
     for number in range(3000):
         limits.enter(Tenant(f"t{number}"))
-    assert num_looks <= 3000 + 1024 + 2048, "with each new tenant its own, and all when they are twice as many"
+    assert num_looks <= 1024 + 2048, "all when they are twice as many"
 
 
 def test_many_tenants_that_were_here_at_once_leave_nothing_behind(limits):
@@ -118,3 +127,16 @@ def test_many_tenants_that_were_here_at_once_leave_nothing_behind(limits):
     for number in range(3000, 9000):
         limits.leave(limits.enter(Tenant(f"t{number}")), 1)
     assert len(limits._accounts) <= 1024
+
+
+def test_who_still_uses_something_is_not_forgotten_however_many_others_come(limits):
+    busy, owing = Tenant("busy", max_requests=1), Tenant("owing", tokens_per_minute=60)
+    limits.enter(busy)
+    limits.leave(limits.enter(owing), 100)
+    for number in range(3000):
+        limits.leave(limits.enter(Tenant(f"t{number}")), 1)
+    assert len(limits._accounts) <= 1024
+    with pytest.raises(Refusal, match="'busy' has 1 live"):
+        limits.enter(busy)
+    with pytest.raises(Refusal, match="the prompt's 1 need 41 more"):
+        limits.charge_prompt(limits.enter(owing), 1)

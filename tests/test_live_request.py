@@ -7,14 +7,17 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from fakes import TEXT, scripted_logprobs, tokenizer_of_bytes, write_tokenizer
+from router_fakes import finished
 
 from protos import session_pb2
+from protos.columns import pack, pack_floats
 from protos.errors import Refusal
 from protos.logprobs import Logprobs
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.sampling_pb2 import Sampling
 from router.live_request import LiveRequest, OutputStream
 from router.resolve import CheckedRequest
+from router.step_outputs import deliver
 from router.tokenizer import Tokenizer
 
 
@@ -29,14 +32,24 @@ def make(tmp_path, stopped):
     """A live request with what a test wants of it."""
     tokenizer = Tokenizer(write_tokenizer(tmp_path))
 
-    def make(n=1, best_of=None, stop_strings=(), echo="", clock=lambda: 0.0, whole=False, resume=None) -> LiveRequest:
+    def make(
+        n=1,
+        best_of=None,
+        stop_strings=(),
+        echo="",
+        clock=lambda: 0.0,
+        resume=None,
+        beam_search=None,
+        with_token_ids=True,
+        **options,
+    ) -> LiveRequest:
         request = CheckedRequest(
             request_id="r",
             prompt_token_ids=[1],
             sampling=Sampling(),
             n=n,
             num_sequences=best_of or n,
-            beam_search=None,
+            beam_search=beam_search,
             priority=0,
             cache_salt="",
             max_tokens=100,
@@ -44,11 +57,11 @@ def make(tmp_path, stopped):
             stop_strings=stop_strings,
             stop_token_ids=(),
             include_stop_string=False,
-            with_token_ids=True,
+            with_token_ids=with_token_ids,
             echo=echo,
             resume=resume,
         )
-        return LiveRequest(1, request, tokenizer, arrival=0.0, on_stop=stopped.append, clock=clock, whole=whole)
+        return LiveRequest(1, request, tokenizer, arrival=0.0, on_stop=stopped.append, clock=clock, **options)
 
     return make
 
@@ -64,11 +77,13 @@ def end(cumulative_logprob=-1.0, status=session_pb2.FINISH_STATUS_LENGTH_CAPPED,
 
 async def test_a_reader_that_is_away_for_forty_tokens_gets_them_as_one_delta(live):
     for place, token_id in enumerate(TEXT.encode()[:40]):
-        live.push(0, place, [token_id], end() if place == 39 else None)
+        live.push(0, place, [token_id], end(message="no room") if place == 39 else None)
     response, last = await live.take()
     assert last
-    assert response.outputs[0].text == TEXT[:40]
-    assert bytes(response.outputs[0].token_ids) == TEXT.encode()[:40]
+    (output,) = response.outputs
+    assert (output.text, bytes(output.token_ids)) == (TEXT[:40], TEXT.encode()[:40])
+    assert (output.finish_reason, output.finish_message) == (pb.FINISH_REASON_LENGTH, "no room")
+    assert not output.HasField("stop_match")
     assert response.usage.completion_tokens == 40
 
 
@@ -102,6 +117,40 @@ async def test_a_take_waits_for_text_not_for_half_a_character(live):
     assert not taking.done()
     live.push(0, 0, list("é".encode()), None)
     assert (await taking)[0].outputs[0].text == "é"
+
+
+async def test_what_a_scheduler_tells_of_requests_that_are_gone_is_passed_over(live):
+    outputs = session_pb2.StepOutputs(
+        handles=pack([8, 1, 9]),
+        sequence_indexes=pack([0, 0, 0]),
+        first_indexes=pack([0, 0, 0]),
+        counts=pack([1, 2, 1]),
+        token_ids=pack(list(b"xaby")),
+        token_logprobs=pack_floats([-0.5] * 4),
+        finished=[finished(handle=handle) for handle in (7, 8, 1)],
+    )
+    deliver(outputs, {1: live})
+    response, last = await live.take()
+    assert (response.outputs[0].text, last) == ("ab", True)
+
+
+async def test_a_bug_in_the_text_of_one_request_ends_that_one_alone(make, caplog):
+    broken, whole = make(), make()
+    broken.streams[0].push = None
+    outputs = session_pb2.StepOutputs(
+        handles=pack([1, 2]),
+        sequence_indexes=pack([0, 0]),
+        first_indexes=pack([0, 0]),
+        counts=pack([1, 2]),
+        token_ids=pack(list(b"abc")),
+        token_logprobs=pack_floats([-0.5] * 3),
+    )
+    deliver(outputs, {1: broken, 2: whole})
+    assert (await whole.take())[0].outputs[0].text == "bc"
+    with pytest.raises(Refusal, match="the router's log says why") as info:
+        await broken.take()
+    assert info.value.code is grpc.StatusCode.INTERNAL
+    assert [(record.message, record.request_id) for record in caplog.records] == [("bug", "r")]
 
 
 # Stop strings
@@ -266,6 +315,11 @@ async def test_the_first_token_of_a_beam_search_is_there_when_all_are(make):
     assert response.timings.ttft_ms == response.timings.total_ms == 2500
 
 
+def test_a_beam_search_begins_anew_at_another_scheduler(make):
+    live = make(n=2, clock=lambda: 2.5, beam_search=session_pb2.BeamSearch(width=2))
+    assert live.continuation() == session_pb2.Continuation(waited_ms=2500)
+
+
 # Log-probabilities
 
 
@@ -304,7 +358,9 @@ async def test_a_stop_id_that_is_not_shown_has_its_log_probability(live):
     assert (output.text, ranks(output)) == ("A", [(65, 1), (7, 2)])
 
 
-async def test_half_a_character_is_told_with_its_log_probability_before_its_text(live):
+@pytest.mark.parametrize("with_token_ids", [True, False])
+async def test_half_a_character_is_told_with_its_log_probability_before_its_text(make, with_token_ids):
+    live = make(with_token_ids=with_token_ids)
     first, second = "é".encode()
     live.push(0, 0, [first], None, told(bytes([first])))
     (output,) = (await live.take())[0].outputs
@@ -415,8 +471,19 @@ async def test_a_heartbeat_is_sent_alone_and_output_goes_before_it(live):
     live.push(0, 0, list(b"a"), None)
     live.beat(pb.Heartbeat(queue_position=0))
     response, _ = await live.take()
-    assert response.outputs[0].text == "a"
+    assert (response.outputs[0].text, live.num_taken) == ("a", 1)
     assert not response.HasField("heartbeat")
     live.push(0, 1, list(b"b"), end())
     response, last = await live.take()
     assert (response.outputs[0].text, last, response.HasField("heartbeat")) == ("b", True, False)
+
+
+async def test_a_request_takes_another_id_as_long_as_its_client_neither_chose_it_nor_was_told_it(make):
+    renamed = []
+    live = make(on_id_in_use=renamed.append)
+    assert live.rename()
+    live.beat(pb.Heartbeat())
+    await live.take()
+    assert not live.rename()
+    assert renamed == [live]
+    assert not make().rename()

@@ -15,6 +15,7 @@ from protos.logprobs import LogprobReader, Logprobs, to_columns
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.rpc import dial
 from protos.sampling_pb2 import Sampling
+from scheduler import sessions
 from scheduler.plan import StepResult, to_request
 from scheduler.sequence import Sequence
 from scheduler.sessions import Outbox
@@ -86,6 +87,20 @@ async def test_an_outbox_merges_steps_and_keeps_log_probabilities_beside_their_t
     outputs = (await outbox.take()).step_outputs
     assert rows_of(outputs) == {0: more.logprobs.part(12)}, "what was taken is not told again"
     assert not outputs.prompt_handles
+
+
+async def test_log_probabilities_count_in_the_size_of_a_message_as_their_tokens_do(monkeypatch):
+    """Three tokens, and three log-probabilities with two more beside each: twelve entries."""
+    monkeypatch.setattr(sessions, "_MOST_ENTRIES", 12)
+    outbox = Outbox()
+    for handle in (0, 1):
+        outbox.put_tokens(handle, sequence_of(b"abc"), 0)
+    for handle in (2, 3):
+        outbox.put_tokens(handle, sequence_of(b"abc", num_top=None), 0)
+        outbox.put_prompt_logprobs(handle, told(b"pro"))
+    taken = [(await outbox.take()).step_outputs for _ in range(4)]
+    assert [unpack(outputs.handles).tolist() for outputs in taken] == [[0], [1], [2], [3]]
+    assert [unpack(outputs.prompt_handles).tolist() for outputs in taken] == [[], [], [2], [3]]
 
 
 async def test_who_does_not_ask_has_nothing_of_it_on_the_wire():

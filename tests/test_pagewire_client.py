@@ -11,7 +11,7 @@ import pytest
 from pagewire_fakes import FakeGeneration, delta, last, serving
 
 from pagewire import AsyncClient, Client, errors, resumption
-from pagewire.request import _PLACES, Options, generate_request
+from pagewire.request import _PLACES, Options, detokenize_request, generate_request, tokenize_request
 from pagewire.results import FinishReason, Timings, TokenLogprob, TokenLogprobs, Usage
 from protos.errors import Refusal, Violation, invalid_argument, unavailable, unsupported
 from protos.pagewire.v1 import generation_pb2 as pb
@@ -86,6 +86,13 @@ def test_options_reach_their_fields():
     assert request.sampling.early_stopping == pb.EARLY_STOPPING_NEVER
 
 
+def test_what_becomes_of_special_tokens_is_sent_where_it_is_said():
+    assert detokenize_request([4], False) == pb.DetokenizeRequest(token_ids=[4], skip_special_tokens=False)
+    assert detokenize_request([4], None) == pb.DetokenizeRequest(token_ids=[4])
+    assert tokenize_request("Hi", False) == pb.TokenizeRequest(text="Hi", add_special_tokens=False)
+    assert tokenize_request("Hi", None) == pb.TokenizeRequest(text="Hi")
+
+
 def test_a_misspelt_option_is_refused():
     with pytest.raises(TypeError, match="temprature"):
         generate_request("Hi", {"temprature": 0})
@@ -99,6 +106,7 @@ def test_a_misspelt_option_is_refused():
         ("Hi", {"seed": -1}, "sampling.seed"),
         ("Hi", {"seed": 10**5000}, "sampling.seed"),
         ("Hi", {"stop": [1]}, "stop.strings"),
+        ("Hi", {"stop_token_ids": [10**5000]}, "stop.token_ids"),
         ("Hi", {"early_stopping": "soon"}, "sampling.early_stopping"),
         ("Hi", {"early_stopping": []}, "sampling.early_stopping"),
         ([1, -1], {}, "token_ids.ids"),
@@ -145,8 +153,10 @@ def test_generate_gives_a_whole_typed_answer(client, fake):
 
 def test_a_stream_gives_deltas_and_adds_up_to_the_answer(client):
     stream = client.stream("Hi")
-    assert next(stream).text == "Hel"
-    assert (stream.completion.text, stream.completion.usage) == ("Hel", None)
+    first = next(stream)
+    assert (first.text, first.finish_reason, first.stop_match, first.cumulative_logprob) == ("Hel", None, None, None)
+    begun = stream.completion
+    assert (begun.text, begun.usage, begun.timings) == ("Hel", None, None)
     assert [delta.text for delta in stream] == ["lo,", " world"]
     assert stream.completion == client.generate("Hi")
 
@@ -181,6 +191,8 @@ def test_tokenize_detokenize_and_model(client, fake):
     assert client.tokenize("Hi", add_special_tokens=False) == [7, 8, 9]
     assert client.tokenize(CHAT) == [7, 8, 9]
     assert (fake.requests[0].add_special_tokens, len(fake.requests[1].chat.messages)) == (False, 2)
+    with pytest.raises(errors.InvalidRequest, match="prompt: must be a str or a list of messages"):
+        client.tokenize([1, 2])
     assert client.detokenize([4, 5]) == "4 5"
     model = client.model()
     assert (model.model, model.context_length, model.eos_token_ids, model.adapters) == ("fake", 64, (2,), ())

@@ -16,6 +16,7 @@ from protos.errors import Refusal, Violation, invalid_argument, taken_over, unav
 from protos.pagewire.v1 import generation_pb2 as pb
 
 LOST = unavailable("DRAINING", "this router shut down")
+LOST_ON_THE_WAY = Refusal(grpc.StatusCode.UNAVAILABLE, "", "reset")
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +76,10 @@ def test_a_stream_is_resumed_by_the_model_that_began_it_or_not_at_all():
 
 async def test_an_asynchronous_stream_is_resumed_too():
     fake = FakeGeneration()
-    fake.script = breaking([first("a")], [last(first("b"))])
+    fake.script = breaking([first("a")], [first("b"), last(delta("c"))])
     with serving(fake) as target:
         async with AsyncClient(target) as client:
-            assert [piece.text async for piece in client.stream("Hi", timeout=30)] == ["a", "b"]
+            assert [piece.text async for piece in client.stream("Hi", timeout=30)] == ["a", "b", "c"]
     assert 0 < fake.timeouts_s[1] < fake.timeouts_s[0] + 0.1
 
 
@@ -119,8 +120,7 @@ def test_a_server_that_knows_of_no_resumption_makes_no_text_come_twice(knows):
     fake = FakeGeneration()
     begun, again = first("a") if knows else delta("a"), first("a")
     again.seed = 1
-    reset = Refusal(grpc.StatusCode.UNAVAILABLE, "", "reset")
-    fake.script = breaking([begun], [again, delta("b")], [delta("a")], refusal=reset)
+    fake.script = breaking([begun], [again, delta("b")], [delta("a")], refusal=LOST_ON_THE_WAY)
     with serving(fake) as target, Client(target) as client:
         stream = client.stream("Hi")
         assert next(stream).text == "a"
@@ -145,6 +145,38 @@ def test_a_closed_client_resumes_nothing():
         with pytest.raises(errors.RequestError):
             next(stream)
         ended.set()
+
+
+def test_a_stream_that_is_closed_while_it_waits_is_not_resumed(monkeypatch):
+    fake, delay_after = FakeGeneration(), resumption.Attempts.delay_after
+    fake.script = breaking([first("a")], [last(first("b"))])
+    with serving(fake) as target, Client(target) as client:
+        stream = client.stream("Hi")
+
+        def closing(attempts, error):
+            stream.close()
+            return delay_after(attempts, error)
+
+        monkeypatch.setattr(resumption.Attempts, "delay_after", closing)
+        assert [piece.text for piece in stream] == ["a"]
+        assert client.generate("Hi").text == "b", "the next part is the next call's"
+
+
+async def test_nor_is_an_asynchronous_one(monkeypatch):
+    fake, delay_after, closed = FakeGeneration(), resumption.Attempts.delay_after, []
+    fake.script = breaking([first("a")], [last(first("b"))])
+    with serving(fake) as target:
+        async with AsyncClient(target) as client:
+            stream = client.stream("Hi")
+
+            def closing(attempts, error):
+                closed.append(asyncio.ensure_future(stream.aclose()))
+                return delay_after(attempts, error)
+
+            monkeypatch.setattr(resumption.Attempts, "delay_after", closing)
+            assert [piece.text async for piece in stream] == ["a"]
+            assert [each.done() for each in closed] == [True]
+            assert (await client.generate("Hi")).text == "b"
 
 
 @pytest.mark.parametrize(
@@ -247,6 +279,23 @@ def test_a_call_that_is_made_again_waits_for_the_end_of_the_one_before(ask):
             ask(client)
 
 
+@pytest.mark.parametrize("ask", [whole, streamed])
+def test_a_client_that_is_closed_while_a_call_waits_to_be_made_again_says_what_broke_it(ask, monkeypatch):
+    fake, delay_after, broken_by = FakeGeneration(), resumption.Attempts.delay_after, []
+    fake.script = breaking([], [last(first("a"))])
+    with serving(fake) as target, Client(target) as client:
+
+        def closing(attempts, error):
+            broken_by.append(error)
+            client.close()
+            return delay_after(attempts, error)
+
+        monkeypatch.setattr(resumption.Attempts, "delay_after", closing)
+        with pytest.raises(errors.Unavailable, match="shut down") as info:
+            ask(client)
+    assert broken_by == [info.value]
+
+
 def test_who_waits_for_long_is_told_why_once_in_each_pause(monkeypatch, caplog):
     fake = FakeGeneration()
     fake.script = breaking([first("a")], [], [last(first("b"))])
@@ -268,24 +317,70 @@ async def test_an_asynchronous_call_of_one_answer_is_made_again_too():
     assert len(fake.requests) == 3
 
 
-@pytest.mark.parametrize("ask", [whole, streamed])
-def test_a_client_that_had_a_server_waits_for_it_to_come_back(ask, monkeypatch, tmp_path):
+@pytest.fixture
+def restart(monkeypatch):
+    """Makes a server come back at an address once a call has been told that nobody is there."""
     monkeypatch.setattr(resumption, "_FIRST_DELAY_S", 0.1)
     monkeypatch.setattr(resumption, "_LONGEST_DELAY_S", 1.0)
-    delay_after, address = resumption.Attempts.delay_after, f"unix:{tmp_path}/router"
-    with contextlib.ExitStack() as back, Client(address) as client:
+    delay_after = resumption.Attempts.delay_after
+    with contextlib.ExitStack() as back:
+
+        def restart(address: str) -> None:
+            def restarting(attempts, error):
+                delay_s = delay_after(attempts, error)
+                if delay_s and "failed to connect" in str(error):
+                    monkeypatch.setattr(resumption.Attempts, "delay_after", delay_after)
+                    back.enter_context(serving(FakeGeneration(), address))
+                return delay_s
+
+            monkeypatch.setattr(resumption.Attempts, "delay_after", restarting)
+
+        yield restart
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+def test_a_client_that_had_a_server_waits_for_it_to_come_back(ask, restart, tmp_path):
+    address = f"unix:{tmp_path}/router"
+    with Client(address) as client:
         with serving(FakeGeneration(), address):
             client.generate("Hi")
-
-        def restarting(attempts, error):
-            delay_s = delay_after(attempts, error)
-            if delay_s and "failed to connect" in str(error):
-                monkeypatch.setattr(resumption.Attempts, "delay_after", delay_after)
-                back.enter_context(serving(FakeGeneration(), address))
-            return delay_s
-
-        monkeypatch.setattr(resumption.Attempts, "delay_after", restarting)
+        restart(address)
         assert ask(client) == "Hello, world"
+
+
+async def test_an_asynchronous_client_that_had_a_server_waits_for_it_too(restart, tmp_path):
+    address = f"unix:{tmp_path}/router"
+    async with AsyncClient(address) as client:
+        with serving(FakeGeneration(), address):
+            await client.generate("Hi")
+        restart(address)
+        assert (await client.generate("Hi")).text == "Hello, world"
+
+
+def test_a_call_is_made_again_at_once_and_then_after_ever_longer_pauses_for_eleven_seconds(monkeypatch):
+    monkeypatch.setattr(resumption, "_FIRST_DELAY_S", 0.1)
+    monkeypatch.setattr(resumption, "_LONGEST_DELAY_S", 5.0)
+    attempts, cut = resumption.Attempts(None, resumption.Connection()), errors.named(LOST_ON_THE_WAY)
+    assert [attempts.delay_after(cut) for _ in range(7)] == [0, 0.2, 0.4, 0.8, 1.6, 3.2, 5]
+    with pytest.raises(errors.Unavailable, match="reset"):
+        attempts.delay_after(cut)
+
+
+def test_a_stream_that_has_begun_is_resumed_after_ever_longer_pauses_for_half_a_minute(monkeypatch):
+    monkeypatch.setattr(resumption, "_FIRST_DELAY_S", 0.1)
+    monkeypatch.setattr(resumption, "_LONGEST_DELAY_S", 5.0)
+    cut = errors.named(LOST)
+    stream = resumption.Resumption(pb.GenerateRequest(), None, resumption.Connection())
+    stream.add(first("a"))
+    pauses = [stream.delay_after(cut) for _ in range(12)]
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2] + [5] * 6, "another server may be there sooner than this one says"
+    stream.add(pb.GenerateResponse(seed=first("").seed, heartbeat=pb.Heartbeat()))
+    with pytest.raises(errors.Unavailable, match="shut down"):
+        stream.delay_after(cut)
+    stream.add(first("b"))
+    assert stream.delay_after(cut) == 0.1, "output has come meanwhile"
+    full = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "FULL", "full", retry_delay_ms=3000)
+    assert stream.delay_after(errors.named(full)) == 3, "the server that it goes on at has no room yet"
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])

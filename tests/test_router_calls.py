@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -12,6 +14,7 @@ from fakes import ControlPlane, FakeWorker, control_plane, request, running
 
 import router.__main__ as router_main
 from pagewire.launch import free_port
+from protos.calls import Call, Calls
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1 import introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
@@ -238,3 +241,30 @@ async def test_a_request_that_is_not_let_in_is_answered_without_headers_so_that_
         assert "x-request-id" not in dict(await refused.initial_metadata())
         worker.gate.set()
         await asyncio.gather(*calls)
+
+
+class Ended(Calls[Call]):
+    """Keeps the calls that have ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[Call] = []
+
+    def end(self, call: Call, context: object) -> None:
+        self.ended.append(call)
+
+
+async def test_a_call_is_known_by_its_context_until_it_has_ended():
+    calls, context = Ended(), Mock(code=lambda: None)
+
+    async def answer(request: object, context: object) -> object:
+        assert calls.of(context).method == "Method"
+        return request
+
+    handler = calls.around(grpc.unary_unary_rpc_method_handler(answer), "/some.Service/Method")
+    assert await handler.unary_unary("asked", context) == "asked"
+    with pytest.raises(KeyError):
+        calls.of(context)
+    (call,) = calls.ended
+    assert (call.service, call.kind, call.code) == ("some.Service", "unary", grpc.StatusCode.OK)
+    assert 0 <= call.total_s <= time.monotonic() - call.arrival

@@ -5,9 +5,9 @@ from fakes import EOS
 
 from protos import session_pb2
 from protos.columns import unpack, unpack_floats
-from protos.errors import Refusal
+from protos.errors import Refusal, Violation
 from protos.pagewire.v1 import generation_pb2 as pb
-from router.check import ServedModel, check_before_tokenizing
+from router.check import RequestLimits, ServedModel, check_before_tokenizing, check_tokenize
 from router.resolve import CheckedRequest, resolve
 from router.tokenizer import GenerationDefaults
 
@@ -141,6 +141,152 @@ def test_what_has_no_effect_or_is_at_the_edge_is_taken(sampling):
     checked(wanted(**sampling))
 
 
+# Each range's ends are taken, and what is next to them is refused.
+EDGES = [
+    ("temperature", (0, 100), (-0.5, 100.5)),
+    ("top_p", (1e-3, 1), (0, 1.5)),
+    ("top_k", (0,), (-1,)),
+    ("min_p", (0, 1), (-0.5, 1.5)),
+    ("typical_p", (1e-3, 1), (0, 1.5)),
+    ("repetition_penalty", (1e-3,), (0, float("inf"))),
+    ("presence_penalty", (-2, 2), (-2.5, 2.5)),
+    ("frequency_penalty", (-2, 2), (-2.5, 2.5)),
+    ("n", (1, 8), (0, 9)),
+    ("best_of", (1, 8), (0, 9)),
+    ("beam_width", (0, 8), (-1, 9)),
+]
+
+
+@pytest.mark.parametrize(("name", "taken", "refused"), EDGES)
+def test_the_ends_of_a_range_are_in_it(name, taken, refused):
+    for value in taken:
+        checked(wanted(**{name: value}))
+    for value in refused:
+        assert [field for field, _ in violations_of(wanted(**{name: value}))] == [f"sampling.{name}"]
+
+
+def test_the_length_penalty_of_a_beam_search_is_in_its_range_and_so_is_a_bias():
+    for value in (-10, 10):
+        checked(wanted(beam_width=2, length_penalty=value, logit_bias={259: value * 10}))
+        too_far = wanted(beam_width=2, length_penalty=value * 1.05, logit_bias={259: value * 10.05})
+        assert [field for field, _ in violations_of(too_far)] == ["sampling.length_penalty", "sampling.logit_bias[259]"]
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused", "field"),
+    [
+        ({"max_tokens": 1, "min_tokens": 1}, {"max_tokens": 0, "min_tokens": 1}, "stop.max_tokens"),
+        ({"max_tokens": 5, "min_tokens": 5}, {"max_tokens": 5, "min_tokens": 6}, "stop.min_tokens"),
+        ({"min_tokens": 0}, {"min_tokens": -1}, "stop.min_tokens"),
+        ({"strings": ["s"] * 16}, {"strings": ["s"] * 17}, "stop.strings"),
+        ({"strings": ["a", "é" * 1024]}, {"strings": ["a", "é" * 1025]}, "stop.strings[1]"),
+        ({"strings": ["a", "b"]}, {"strings": ["a", ""]}, "stop.strings[1]"),
+        ({"token_ids": [259] * 128}, {"token_ids": [259] * 129}, "stop.token_ids"),
+        ({"token_ids": [0, 259]}, {"token_ids": [0, 260]}, "stop.token_ids[1]"),
+    ],
+)
+def test_a_stop_condition_may_be_as_long_and_as_high_as_that(taken, refused, field):
+    checked(wanted(pb.StopConditions(**taken)))
+    assert [field for field, _ in violations_of(wanted(pb.StopConditions(**refused)))] == [field]
+
+
+def test_without_max_tokens_min_tokens_may_be_what_the_context_has_room_for():
+    """The prompt has 3 of 200 tokens."""
+    assert checked(wanted(pb.StopConditions(min_tokens=197))).max_tokens == 197
+    with pytest.raises(Refusal, match=r"stop.min_tokens: is 198; must be at most 197: the prompt's 3 tokens and"):
+        checked(wanted(pb.StopConditions(min_tokens=198)))
+
+
+def test_a_prompt_leaves_room_for_one_token():
+    longest = [7] * 199
+    assert resolve(wanted(), "r", longest, "", MODEL, whole=False).max_tokens == 1
+    with pytest.raises(Refusal) as info:
+        resolve(wanted(pb.StopConditions(max_tokens=5)), "r", [*longest, 7], "", MODEL, whole=False)
+    too_long = "has 200 tokens; at most 199 fit into a context of 200 with one to sample"
+    assert info.value.violations == (Violation("text", too_long),), "of the output that is all there is to say"
+    with pytest.raises(Refusal, match=r"token_ids\.ids: are 200 tokens; at most 199 fit"):
+        checked(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[*longest, 7])))
+    checked(pb.GenerateRequest(token_ids=pb.TokenIds(ids=longest)))
+
+
+def test_a_text_with_a_token_that_the_model_has_no_embedding_for_is_refused():
+    with pytest.raises(Refusal, match=r"text\[1\]: 260 is outside the vocabulary: 0 \.\. 259"):
+        resolve(wanted(), "r", [259, 260], "", MODEL, whole=False)
+
+
+def test_a_text_that_has_no_tokens_is_no_prompt():
+    with pytest.raises(Refusal, match="text: must not be empty: it gives no tokens"):
+        resolve(wanted(), "r", [], "", MODEL, whole=False)
+
+
+def test_a_text_or_chat_is_refused_untokenized_only_if_it_surely_has_too_many_tokens():
+    """No token has more than 4 bytes here, and a prompt may have 199 tokens."""
+    turns = [pb.ChatMessage(role="é", content="x" * 398), pb.ChatMessage(role="é", content="x" * 397)]
+    longest = [{"text": "é" * 399 + "x"}, {"chat": pb.Chat(messages=turns)}]
+    turns[1].content += "x"
+    longer = [{"text": "é" * 400}, {"chat": pb.Chat(messages=turns)}]
+    for fits, is_too_long in zip(longest, longer, strict=True):
+        check_before_tokenizing(pb.GenerateRequest(**fits), MODEL, max_token_bytes=4)
+        check_tokenize(pb.TokenizeRequest(**fits), MODEL, max_token_bytes=4)
+        for check, request in (
+            (check_before_tokenizing, pb.GenerateRequest(**is_too_long)),
+            (check_tokenize, pb.TokenizeRequest(**is_too_long)),
+        ):
+            with pytest.raises(Refusal, match="has at least 200 tokens; at most 199 fit"):
+                check(request, MODEL, max_token_bytes=4)
+
+
+def test_a_chat_of_more_messages_than_a_prompt_may_have_tokens_is_refused_unread():
+    turn = pb.ChatMessage(role="r")
+    check_before_tokenizing(pb.GenerateRequest(chat=pb.Chat(messages=[turn] * 199)), MODEL, max_token_bytes=4)
+    assert violations_of(pb.GenerateRequest(chat=pb.Chat(messages=[turn] * 200))) == [
+        (
+            "chat.messages",
+            "are 200, each a token at least; at most 199 fit into a context of 200 with one to sample",
+        )
+    ]
+
+
+def test_of_ids_outside_the_vocabulary_the_first_eight_are_named():
+    checked(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[0, 259])))
+    assert violations_of(pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(259, 280)))) == [
+        (f"token_ids.ids[{place}]", f"{259 + place} is outside the vocabulary: 0 .. 259") for place in range(1, 9)
+    ]
+
+
+@pytest.mark.parametrize("name", ["request_id", "x-request-id", "cache_salt"])
+def test_names_are_up_to_128_printable_characters(name):
+    def check(value: str) -> None:
+        header_id = value if name == "x-request-id" else ""
+        request = pb.GenerateRequest(text="x", **({} if header_id else {name: value}))
+        check_before_tokenizing(request, MODEL, max_token_bytes=1, header_id=header_id)
+
+    check("n" * 128)
+    for wrong in ("n" * 129, "é", "a\n"):
+        with pytest.raises(Refusal, match=f"{name}: must be at most 128 bytes of printable ASCII"):
+            check(wrong)
+
+
+def test_what_the_operator_allows_bounds_what_the_model_could_do_and_never_widens_it():
+    limits = RequestLimits(max_prompt_tokens=50, max_output_tokens=20, max_n=4, max_beam_width=0)
+    fewer = ServedModel("fake", 200, 260, max_num_seqs=8, defaults=DEFAULTS, limits=limits)
+    assert (fewer.max_prompt_tokens, fewer.max_output_tokens, fewer.max_n, fewer.max_beam_width) == (50, 20, 4, 0)
+    checked(wanted(pb.StopConditions(max_tokens=20)), fewer)
+    with pytest.raises(Refusal, match="is 21; must be at most 20: outputs may not be longer here"):
+        checked(wanted(pb.StopConditions(max_tokens=21)), fewer)
+    with pytest.raises(Refusal, match="has 51 tokens; prompts may have 50 tokens here: send a shorter one"):
+        resolve(wanted(), "r", [7] * 51, "", fewer, whole=False)
+    more = ServedModel("fake", 200, 260, 8, DEFAULTS, RequestLimits(1000, 1000, 1000, 1000))
+    assert (more.max_prompt_tokens, more.max_output_tokens, more.max_n, more.max_beam_width) == (199, 199, 8, 8)
+
+
+def test_a_sequence_stops_at_the_clients_ids_and_the_models_own_unless_these_are_ignored():
+    stop = pb.StopConditions(token_ids=[7, EOS, 7])
+    assert checked(wanted(stop)).stop_token_ids == (7, EOS)
+    assert checked(wanted()).stop_token_ids == (EOS,)
+    assert checked(wanted(pb.StopConditions(token_ids=[7], ignore_eos=True))).stop_token_ids == (7,)
+
+
 def test_best_of_asks_the_scheduler_for_more_sequences_than_are_answered():
     assert (checked(wanted()).n, checked(wanted()).num_sequences) == (1, 1)
     assert (checked(wanted(n=3)).n, checked(wanted(n=3)).num_sequences) == (3, 3)
@@ -239,6 +385,18 @@ def test_the_models_own_repetition_penalty_and_typical_p_apply_where_nothing_els
     assert sampling.repetition_penalty == 1
     sampling = checked(wanted(beam_width=2), model).sampling
     assert (sampling.typical_p, sampling.repetition_penalty) == (1, 1), "not in a beam search"
+
+
+def test_who_says_nothing_samples_from_all_tokens_as_they_are_where_the_model_says_nothing_either():
+    silent = ServedModel("fake", 200, 260, max_num_seqs=8, defaults=GenerationDefaults(()))
+    sampling = checked(wanted(), silent).sampling
+    assert (sampling.temperature, sampling.repetition_penalty) == (1, 1)
+    assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.typical_p) == (1, 0, 0, 1)
+
+
+def test_a_seed_is_the_clients_or_drawn_anew():
+    assert checked(wanted(seed=2**64 - 1)).sampling.seed == 2**64 - 1
+    assert checked(wanted()).sampling.seed != checked(wanted()).sampling.seed
 
 
 def test_the_prompt_is_repeated_for_as_many_outputs_as_go_into_a_message():

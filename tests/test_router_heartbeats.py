@@ -148,3 +148,17 @@ async def test_only_silent_streams_are_asked_after_all_at_once(monkeypatch):
     await hearts.look(1000.0)
     assert len(link.asked) == 2, "streams that have ended are not looked at"
     assert not busy.beats
+
+
+async def test_output_that_comes_while_a_stream_is_asked_after_is_sign_of_life_enough(monkeypatch):
+    class Answering(Link):
+        async def locate(self, handles: list[int]) -> list[tuple[int, int]]:
+            served.num_taken += 1
+            return await super().locate(handles)
+
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    hearts = Heartbeats(Answering(), silence_s=10)  # type: ignore[arg-type]
+    served, silent = Live(1), Live(2)
+    with hearts.over(served), hearts.over(silent):  # type: ignore[arg-type]
+        await hearts.look(110.0)
+    assert (len(served.beats), len(silent.beats)) == (0, 1)

@@ -10,7 +10,9 @@ from router_fakes import router_alone
 from protos import session_pb2
 from protos.errors import Refusal, from_status
 from protos.pagewire.v1 import introspection_pb2 as pb
+from router.config import RouterSettings
 from router.introspection import MAX_WATCHES, IntrospectionService
+from router.schedulers import Schedulers
 
 STATE = session_pb2.GetStateResponse(
     serving=True,
@@ -293,3 +295,13 @@ async def test_a_scheduler_that_is_away_is_unavailable_with_a_delay():
             error = await refusal_of(call)
             assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_SCHEDULER")
             assert error.retry_delay_ms is not None
+
+
+async def test_before_any_scheduler_is_known_who_asks_is_told_to_retry():
+    schedulers = Schedulers(RouterSettings(model="fake", scheduler="dns:///nowhere.test:1"), lambda: None)
+    service = IntrospectionService(schedulers, asyncio.Event(), write_stall_s=60)
+    state, explanation = pb.GetStateRequest(), pb.ExplainRequestRequest(request_id="r")
+    for answer in (service.GetState(state, None), service.ExplainRequest(explanation, None)):
+        with pytest.raises(Refusal, match="no scheduler is known yet; retry") as info:
+            await answer
+        assert (info.value.code, info.value.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_SCHEDULER")

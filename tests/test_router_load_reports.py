@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -74,6 +75,19 @@ def test_a_report_holds_calls_a_second_cpu_time_and_the_schedulers_figures():
     assert report.named_metrics == {"num_requests_running": 10, "num_requests_waiting": 2}
 
 
+def test_a_report_is_a_mean_over_about_five_seconds_however_seldom_it_is_asked_for():
+    clocks = Clocks()
+    meter = LoadMeter(Schedulers([], 0), lambda: clocks.now, lambda: clocks.cpu)
+    for _ in range(50):
+        meter.count()
+    clocks.pass_by(5, cpu=2)
+    report = meter.report()
+    assert report.rps_fractional == pytest.approx(10 * (1 - 1 / math.e))
+    assert report.cpu_utilization == pytest.approx(0.4 * (1 - 1 / math.e))
+    clocks.pass_by(5)
+    assert meter.report().rps_fractional == pytest.approx(10 * (1 - 1 / math.e) / math.e), "no calls since"
+
+
 def test_blocks_count_where_they_are_scarcer_and_cpu_where_that_is():
     full = Link(session_pb2.Load(num_running=1, kv_usage=0.9), 1)
     assert measured(Schedulers([full], num_live=1)).application_utilization == pytest.approx(0.9, rel=0.01)
@@ -84,6 +98,21 @@ def test_of_schedulers_that_others_use_too_a_router_reports_its_own_part():
     shared = Link(session_pb2.Load(num_running=8), 8)
     report = measured(Schedulers([shared], num_live=2), cpu=0)
     assert report.application_utilization == pytest.approx(0.8 * 2 / 8, rel=0.01)
+
+
+def test_a_router_without_requests_takes_no_part_of_what_others_use():
+    shared = Link(session_pb2.Load(kv_usage=0.5), 0)
+    assert measured(Schedulers([shared], num_live=0), cpu=0).application_utilization == 0
+
+
+def test_trailers_hold_the_report():
+    clocks = Clocks()
+    meter = LoadMeter(Schedulers([], 0), lambda: clocks.now, lambda: clocks.cpu)
+    clocks.pass_by(1, cpu=0.5)
+    ((name, value),) = meter.count()
+    report = OrcaLoadReport.FromString(value)
+    assert (name, report) == ("endpoint-load-metrics-bin", meter.report())
+    assert report.cpu_utilization > 0
 
 
 def test_more_than_all_places_is_more_than_one():

@@ -11,6 +11,8 @@ import grpc
 import pytest
 from cluster import Cluster, cluster, free_port
 from fakes import TEXT, FakeWorker, control_plane
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from router_fakes import FakeScheduler, RouterAlone, finished, router_alone, start_scheduler
 
 from protos import session_pb2
@@ -174,6 +176,30 @@ async def test_a_request_goes_only_where_there_could_ever_be_room_for_it():
             for call in calls:
                 call.cancel()
             assert [(await large.heard.get()).HasField("cancel") for _ in calls] == [True] * 8
+
+
+async def test_prompts_without_a_full_block_go_wherever_least_is_to_do():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        calls = []
+        for num_each in (1, 2, 3):
+            calls += [plane.generation.Complete(wanted("p")) for _ in range(2)]
+            while [scheduler.heard.qsize() for scheduler in plane.schedulers] != [num_each] * 2:
+                await asyncio.sleep(0.001)
+        for call in calls:
+            call.cancel()
+
+
+async def test_who_resumes_is_told_by_the_scheduler_that_has_the_request():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        for holder in plane.schedulers:
+            holder.explanations["r"] = session_pb2.ExplainResponse()
+            call = plane.generation.Generate(wanted("a prompt", request_id="r", resume=pb.Resume(seed=7)))
+            assert (await holder.submitted()).adopt
+            call.cancel()
+            assert (await holder.heard.get()).HasField("cancel")
+            holder.explanations.clear()
 
 
 async def test_requests_in_the_swap_pool_count_as_load():
@@ -434,6 +460,18 @@ async def test_who_drains_or_has_no_worker_gets_nothing_while_another_one_serves
         await all_come_to(plane, second, num=8)
 
 
+@pytest.mark.parametrize("how", ["lost", "drains"])
+async def test_while_every_scheduler_is_away_or_drains_who_comes_is_sent_elsewhere(how):
+    async with router_alone(FakeScheduler()) as plane, dial(plane.address) as channel:
+        await lose(plane, plane.scheduler, how)
+        health = HealthStub(channel)
+        while (await health.Check(HealthCheckRequest())).status == HealthCheckResponse.SERVING:
+            await asyncio.sleep(0.005)
+        with pytest.raises(grpc.aio.AioRpcError, match="no scheduler is ready; retry") as info:
+            await plane.generation.Complete(wanted("a prompt"))
+        assert info.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_without_any_worker_requests_wait_at_a_scheduler_until_one_serves(monkeypatch):
     monkeypatch.setattr(scheduler_link, "_WORKER_PATIENCE_S", 0.2)
     async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
@@ -471,12 +509,27 @@ async def test_the_model_changes_when_no_scheduler_has_the_old_one_any_more():
         addresses = [named.address for named in (await states(plane)).schedulers]
         for index, (odd_before, model) in enumerate([(True, "fake"), (False, "new")]):
             await plane.servers[index].stop(0)
-            plane.servers[index] = await start_scheduler(FakeScheduler(model="new"), addresses[index])
+            larger = FakeScheduler(model="new", num_blocks=128)
+            plane.servers[index] = await start_scheduler(larger, addresses[index])
             if odd_before:
                 await until(plane, lambda named: "another model" in named["s0"].obstacle)
             else:
                 await two(plane)
             assert (await plane.generation.GetModel(pb.GetModelRequest())).model == model
+
+
+async def test_when_the_model_is_gone_that_of_a_scheduler_that_is_there_is_served():
+    async with router_alone(FakeScheduler(), FakeScheduler(model="odd")) as plane:
+        await until(plane, lambda named: any("another model" in each.obstacle for each in named.values()))
+        served = (await plane.generation.GetModel(pb.GetModelRequest())).model
+        right, odd = (0, 1) if served == "fake" else (1, 0)
+        addresses = [named.address for named in (await states(plane)).schedulers]
+        await plane.servers[odd].stop(0)
+        await until(plane, lambda named: named[f"s{odd}"].obstacle == "not connected")
+        await plane.servers[right].stop(0)
+        plane.servers[right] = await start_scheduler(FakeScheduler(model="new"), addresses[right])
+        while (await plane.generation.GetModel(pb.GetModelRequest())).model != "new":
+            await asyncio.sleep(0.005)
 
 
 async def test_state_is_each_schedulers_own_and_all_together():

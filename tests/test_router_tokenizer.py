@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tokenizers
 from fakes import EOS, write_tokenizer
 
 from router.tokenizer import ChatTemplateError, Tokenizer, UnreadableFile, find_checkpoint
@@ -22,6 +23,29 @@ def test_a_chat_renders_with_special_tokens_and_an_open_turn(directory):
     messages = [{"role": "user", "content": "a < b"}]
     assert tokenizer.render(messages) == "<bos>[user] a < b\n[assistant]"
     assert tokenizer.render(messages, add_generation_prompt=False) == "<bos>[user] a < b\n"
+
+
+def test_a_tokenizer_that_was_saved_with_truncation_and_padding_neither_cuts_a_text_nor_fills_it(directory):
+    path = str(directory / "tokenizer.json")
+    saved = tokenizers.Tokenizer.from_file(path)
+    saved.enable_truncation(6)
+    saved.enable_padding(length=6)
+    saved.save(path)
+    tokenizer = Tokenizer(directory)
+    assert [tokenizer.encode(text) for text in ("long enough", "short")] == [list(b"long enough"), list(b"short")]
+
+
+def test_no_token_stands_for_more_bytes_than_the_longest_one_has(directory):
+    assert Tokenizer(directory).max_token_bytes == len("<bos>")
+
+
+def test_of_several_templates_the_default_one_is_taken(directory):
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "said"}]
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert Tokenizer(directory).render([]) == "said"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates[:1]}))
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        Tokenizer(directory).render([])
 
 
 def test_a_template_may_use_what_transformers_gives_it(directory):
@@ -57,6 +81,8 @@ def test_generation_config_names_defaults_and_config_is_the_last_resort_for_eos(
     (directory / "generation_config.json").unlink()
     (directory / "config.json").write_text(json.dumps({"eos_token_id": EOS}))
     assert Tokenizer(directory).defaults.eos_token_ids == (EOS,)
+    (directory / "config.json").unlink()
+    assert Tokenizer(directory).defaults.eos_token_ids == ()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from http2_frames import (
 )
 
 from protos import last_answers, rpc
-from protos.errors import CannotListen, Refusal
+from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to_status
 from router.config import RouterSettings
 
 METHOD = "/pagewire.test/Say"
@@ -360,3 +360,15 @@ async def test_a_sockets_path_may_end_like_a_port(tmp_path):
     await server.start(f"unix:{tmp_path}/s:99999")
     assert (tmp_path / "s:99999").is_socket()
     await server.stop(0)
+
+
+def test_an_error_says_at_most_what_trailers_hold():
+    """Many peers take 8 KiB of them."""
+    refusal = invalid_argument([Violation("f" * 500, "d" * 500)] * 40)
+    assert refusal.violations[0] == Violation("f" * 159 + "…", "d" * 159 + "…")
+    assert refusal.violations[16:] == (Violation("request", "24 more violations are left out here"),)
+    status = to_status(refusal)
+    assert (len(status.message), status.message[-1]) == (1024, "…")
+    assert status.ByteSize() < 8192
+    as_many = (Violation("f" * 160, "d" * 160),) * 16
+    assert invalid_argument(as_many).violations == as_many

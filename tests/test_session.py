@@ -19,7 +19,8 @@ from scheduler import sessions
 from scheduler.config import SchedulerSettings
 from scheduler.loop import SchedulerLoop
 from scheduler.observer import Observer
-from scheduler.sequence import Sequence
+from scheduler.plan import Finished, NewTokens
+from scheduler.sequence import Sequence, Status
 from scheduler.server import SessionService
 
 
@@ -538,9 +539,11 @@ async def test_what_waits_of_a_request_is_not_told_once_its_router_has_given_it_
         tickets.add(session, handle, submit(core, 1))
         session.outbox.put_tokens(handle, sequence_with([7, 8]), 0)
         session.outbox.put_finished(pb.Finished(handle=handle))
+        session.outbox.put_rejected(pb.Rejected(handle=handle))
     tickets.give_up(session, 1, moved=False)
     outputs = (await session.outbox.take()).step_outputs
     assert (unpack(outputs.handles).tolist(), [end.handle for end in outputs.finished]) == ([2], [2])
+    assert (await session.outbox.take()).rejected.handle == 2
 
 
 async def test_an_error_comes_behind_the_tokens_that_wait_for_a_slow_router(monkeypatch):
@@ -607,3 +610,75 @@ async def test_a_load_is_told_as_it_is_behind_all_else_and_only_where_it_changed
     outbox.put_load(load)
     outbox.close()
     assert await outbox.take() is None
+
+
+async def test_who_waits_for_news_gets_each_kind_when_it_is_there():
+    outbox = sessions.Outbox()
+    for put, kind in (
+        (lambda: outbox.put(pb.SessionResponse(accepted=pb.Accepted(handle=1))), "accepted"),
+        (lambda: outbox.put_tokens(1, sequence_with([7]), 0), "step_outputs"),
+        (lambda: outbox.put_finished(pb.Finished(handle=1)), "step_outputs"),
+        (lambda: outbox.put_rejected(pb.Rejected(handle=2)), "rejected"),
+        (lambda: outbox.put_load(pb.Load), "load"),
+    ):
+        taking = asyncio.create_task(outbox.take())
+        await asyncio.sleep(0)
+        assert not taking.done()
+        put()
+        assert (await taking).WhichOneof("message") == kind
+    ending = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    outbox.close()
+    assert await ending is None
+
+
+def test_of_a_router_whose_lease_is_over_nothing_is_left():
+    given_up = []
+    tickets, core = sessions.Sessions(lambda ticket: None, given_up.append), make()
+    session = tickets.connect("router")
+    group = submit(core, 1)
+    tickets.add(session, 1, group)
+    assert tickets.drop(session) == [group]
+    assert [ticket.group for ticket in given_up] == [group]
+    assert (list(tickets), tickets.find(group.request_id), tickets.ticket(group)) == ([], None, None)
+
+
+def test_a_scheduler_that_leaves_knows_that_its_requests_go_on_elsewhere():
+    left = []
+    tickets, core = sessions.Sessions(lambda ticket: None, left.append), make()
+    session = tickets.connect("router")
+    for handle in (1, 2):
+        tickets.add(session, handle, submit(core, 1))
+    tickets.leave()
+    assert [(ticket.handle, ticket.moved) for ticket in left] == [(1, True), (2, True)]
+    assert not session.tickets
+
+
+async def test_who_takes_a_request_over_hears_how_its_sequences_ended_under_its_own_handle():
+    tickets, core = sessions.Sessions(lambda ticket: None, lambda ticket: None), make()
+    before, now = tickets.connect("before"), tickets.connect("now")
+    tickets.add(before, 1, submit(core, 1, n=2))
+    ticket = before.tickets[1]
+    ticket.finished.append(pb.Finished(handle=1, sequence_index=1))
+    before.outbox.put_finished(ticket.finished[0])
+    tickets.adopt(ticket, now, 7)
+    assert (await before.outbox.take()).rejected.reason == "TAKEN_OVER"
+    for session, handle in ((before, 1), (now, 7)):
+        (end,) = (await session.outbox.take()).step_outputs.finished
+        assert (end.handle, end.sequence_index) == (handle, 1)
+
+
+async def test_of_what_a_router_has_given_up_it_is_told_nothing_more():
+    tickets, core = sessions.Sessions(lambda ticket: None, lambda ticket: None), make()
+    session = tickets.connect("router")
+    kept, gone = submit(core, 1), submit(core, 1)
+    for handle, group in enumerate((kept, gone)):
+        tickets.add(session, handle, group)
+    tickets.give_up(session, 1, moved=False)
+    ends = [(group, group.sequences[0]) for group in (gone, kept)]
+    assert [ticket.handle for ticket in tickets.deliver_tokens([NewTokens(*end, 0) for end in ends])] == [0]
+    for _, sequence in ends:
+        sequence.status = Status.FINISHED_STOPPED
+    tickets.deliver_finished([Finished(*end) for end in ends])
+    outputs = (await session.outbox.take()).step_outputs
+    assert (unpack(outputs.handles).tolist(), [end.handle for end in outputs.finished]) == ([0], [0])

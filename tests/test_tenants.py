@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -20,6 +21,8 @@ from pagewire.access import Access, AccessError
 from pagewire.client import AsyncClient
 from pagewire.errors import from_rpc_error
 from pagewire.launch import free_port
+from protos import session_pb2
+from protos.errors import Refusal
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1 import introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
@@ -30,6 +33,7 @@ from protos.xds.load_service_pb2_grpc import OpenRcaServiceStub
 from router import tenant_file
 from router.config import RouterSettings
 from router.tenant_file import TenantFileError, TokenFile
+from router.tenants import ByCertificate
 
 PROMPT = "sixteen tokens are four blocks"
 
@@ -227,6 +231,25 @@ async def test_a_verified_certificate_names_the_tenant(tmp_path):
             assert answer.usage.cached_prompt_tokens == 0
 
 
+@pytest.mark.parametrize("names", [[], [b""], [b"a/b"], [b"\xff"], [b"acme", b"zeta"]])
+def test_a_certificate_without_one_name_that_a_tenant_may_have_names_nobody(names):
+    tenants = ByCertificate(RouterSettings(model="fake"))
+    with pytest.raises(Refusal, match="the certificate's common name must be 1 to 64 letters") as info:
+        tenants.of(Shown(names))
+    assert (info.value.code, info.value.reason) == (grpc.StatusCode.UNAUTHENTICATED, "TENANT_MALFORMED")
+    assert tenants.of(Shown([b"acme"])).name == "acme"
+
+
+@dataclass
+class Shown:
+    """Stands for a call's context: the common names in the client's certificate."""
+
+    names: list[bytes]
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"x509_common_name": self.names} if self.names else {}
+
+
 async def live(plane, name: str, metadata) -> asyncio.Task:
     """A request that the scheduler holds."""
     before = (await plane.state()).num_running
@@ -257,6 +280,15 @@ async def test_a_tenant_is_told_of_its_own_requests_only_and_ids_of_two_do_not_m
         )
         worker.gate.set()
         assert (await mine).request_id == (await theirs).request_id == "mine"
+
+
+async def test_a_tenant_is_told_which_of_its_own_requests_took_its_blocks_and_no_other_tenants_id(tokens):
+    async with router_alone(auth_tokens=tokens) as plane:
+        asked = introspection_pb2.ExplainRequestRequest(request_id="mine")
+        for by, told in (("acme/other", "other"), ("zeta/secret", "another tenant's request"), ("", "")):
+            plane.scheduler.explanations["acme/mine"] = session_pb2.ExplainResponse(preempted_by=by)
+            answer = await plane.introspection.ExplainRequest(asked, metadata=bearing("a"))
+            assert answer.preempted_by == told
 
 
 class Introspection:

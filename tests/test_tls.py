@@ -17,7 +17,7 @@ from pagewire.launch import free_port
 from protos.pagewire.v1 import introspection_pb2
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.rpc import Line, Server, dial, wait_for_serving
-from protos.tls import ClientTls, ServerTls
+from protos.tls import ClientTls, ServerTls, TlsError, read, read_pair
 from router import schedulers as router_schedulers
 from router.config import RouterSettings
 from scheduler.config import SchedulerSettings
@@ -119,6 +119,19 @@ async def test_a_pair_that_does_not_fit_leaves_the_old_one_with_a_warning_until_
         replace(tls.key, key.read_bytes())
         assert await asyncio.to_thread(shown_serial_number, port, authority.ca) == serial_number(certificate)
         assert caplog.records[-1].getMessage() == "certificate replaced"
+
+
+def test_a_pair_that_is_replaced_while_it_is_read_is_not_taken(authority, monkeypatch):
+    def replaced(path):
+        content = read(path)
+        replace(path, content)
+        return content
+
+    server = authority.server()
+    assert read_pair(server.certificate, server.key)
+    monkeypatch.setattr("protos.tls.read", replaced)
+    with pytest.raises(TlsError, match="is being written"):
+        read_pair(server.certificate, server.key)
 
 
 async def test_a_new_client_ca_counts_for_new_connections(authority, serve, tmp_path):
