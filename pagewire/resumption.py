@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import grpc
 
 from pagewire.access import as_grpc_takes
-from pagewire.errors import RequestError
+from pagewire.errors import RequestError, named
 from pagewire.results import Delta, Transcript
+from protos.errors import Refusal
 from protos.pagewire.v1 import generation_pb2 as pb
 
 # With the delays between them, about half a minute.
@@ -28,6 +29,9 @@ _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.C
 _NOBODY_THERE = ("failed to connect", "errors resolving", "DNS resolution failed")
 # What Envoy says, or gRPC about other proxies, if a call takes longer than they allow: the next one would, too.
 _OVER_A_PROXYS_LIMIT = ("upstream request timeout", "Received http2 header with status: 504")
+# How a call ends when a proxy keeps its deadline too, and is first; with less time than this left it is that.
+_AT_THE_DEADLINE = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
+_NO_TIME_S = 0.01
 # Another call has resumed the stream: the two would take it from each other for ever.
 _TAKEN_OVER = "TAKEN_OVER"
 # The server has no room now, or does not know yet that the broken call is dead. For streams that have begun.
@@ -76,8 +80,11 @@ class Attempts:
         """Seconds after which to try again.
 
         Raises:
-            RequestError: `error`, if it is final.
+            RequestError: `error`, if it is final, or DeadlineExceeded if it only tells that the time is up.
         """
+        left = self.timeout
+        if left is not None and left < _NO_TIME_S and error.code in _AT_THE_DEADLINE and not error.reason:
+            error = named(Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "", f"the timeout has passed ({error})"))
         self.broken_by = error
         self._num_attempts += 1
         delay_s = self._delay_after(error)

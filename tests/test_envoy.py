@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
@@ -16,7 +17,7 @@ from envoy_proxy import BINARY, Envoy, envoy, router_cluster, routes
 from fakes import TEXT
 
 from pagewire import Client
-from pagewire.errors import Unavailable
+from pagewire.errors import DeadlineExceeded, Unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -226,6 +227,22 @@ def test_our_client_asks_once_for_what_takes_longer_than_the_proxy_allows(site):
         with pytest.raises(Unavailable):
             client.generate(PROMPT, max_tokens=5000)
         assert proxy.stat("cluster.router.upstream_rq_timeout") == 1
+
+
+def test_our_client_says_that_its_timeout_has_passed_also_where_a_proxy_is_the_first_to_know(site):
+    def keeping_deadlines(config: dict) -> None:
+        for route in routes(config):
+            route["route"]["max_grpc_timeout"] = "0s"  # as Istio does
+
+    def outlasted(place: int) -> None:
+        with Client(proxy.target) as client:
+            ask = client.generate if place % 2 else lambda *prompt, **options: list(client.stream(*prompt, **options))
+            with pytest.raises(DeadlineExceeded):
+                ask(PROMPT, max_tokens=5000, timeout=0.5 + 0.01 * place)
+
+    with envoy([*site.cluster.routers], keeping_deadlines) as proxy, ThreadPoolExecutor(40) as threads:
+        proxy.wait_for_healthy(2)
+        list(threads.map(outlasted, range(40)))
 
 
 async def test_a_rolling_restart_under_load_fails_no_call_even_without_retries(site):
