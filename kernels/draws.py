@@ -116,12 +116,12 @@ class _Rows:
         top_k, top_p, _, _ = self.filters
         vocabulary_size = self.scaled.shape[1]
         has_both = (top_k < vocabulary_size) & (top_p < 1)
-        num = max(num, int(top_k.masked_fill(~has_both, 0).max()) + 1)  # one more shows whether it ties
         while True:
             values, ids = self.scaled.topk(min(num, vocabulary_size))
             last_kept = values.gather(-1, (top_k - 1).clamp(max=values.shape[1] - 1))
-            ties = has_both & (values[:, -1:] == last_kept) & (last_kept > -torch.inf)
-            if values.shape[1] == vocabulary_size or not ties.any():
+            # What top-k keeps ends further down, or may: the last candidate is its last token, or ties with it.
+            is_cut = has_both & (values[:, -1:] == last_kept) & (last_kept > -torch.inf)
+            if values.shape[1] == vocabulary_size or not is_cut.any():
                 return values, ids
             num *= _WIDENING
 

@@ -1,10 +1,11 @@
 """Our own models on ranks: what several say together is what one says, whichever way the model is shared out."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from models_fakes import assert_alike, ours, save, tiny_model
-from ranks_fakes import ThreadRunner
+from ranks_fakes import ThreadRanks, ThreadRunner
 from test_models_families import CASES, LLAMA_LIKE, WINDOWED
 from worker_fakes import GREEDY, Row, step, tiny_runner, tokens
 
@@ -113,3 +114,18 @@ def test_a_step_without_tokens_is_not_timed_from_the_hidden_states_of_the_one_be
         forward_ms = ranks.execute(step()).timings.forward_ms
         took_ms = 1e3 * (time.perf_counter() - begun)
     assert forward_ms <= 2 * took_ms, "each of two stages tells its part, and no longer than the step"
+
+
+@pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
+def test_a_stage_does_not_count_its_wait_for_the_one_before_as_its_own_time(checkpoint, monkeypatch):
+    now_s = 0.0
+
+    def send_late(ranks, x, send=ThreadRanks.send):
+        nonlocal now_s
+        now_s += 1000
+        return send(ranks, x)
+
+    monkeypatch.setattr(ThreadRanks, "send", send_late)
+    monkeypatch.setattr("worker.streams.time", SimpleNamespace(perf_counter=lambda: now_s))
+    with ThreadRunner(checkpoint, 1, 2) as ranks:
+        assert ranks.execute(step(Row(1, PROMPT, [0, 1]), new={1: GREEDY})).timings.forward_ms == 0

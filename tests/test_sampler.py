@@ -216,10 +216,10 @@ def test_no_samples_give_no_tokens():
 
 
 def test_parameters_come_from_the_message_and_a_value_out_of_range_is_refused():
-    good = {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "seed": 2**64 - 1, "stop_token_ids": [4, 5]}
+    good = {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "seed": 2**64 - 1, "stop_token_ids": [0, 4, 5]}
     good["num_candidates"] = 5
     parameters = SamplingParameters.from_message(Sampling(**good), vocabulary_size=5)
-    assert parameters == replace(GREEDY, **(good | {"stop_token_ids": (4,)}))
+    assert parameters == replace(GREEDY, **(good | {"stop_token_ids": (0, 4)}))
     assert SamplingParameters.from_message(Sampling(top_p=1), vocabulary_size=5) == GREEDY
     for bad in (
         {"temperature": -1},

@@ -230,6 +230,9 @@ def test_a_token_sampled_again_at_its_position_takes_its_own_place():
     assert history.output(0, 4).tolist() == [1], "what comes later is not seen"
     assert history.output(0, 3).tolist() == []
     assert history.unique_prompt.tolist() == [3, 7]
+    history.note(0, 6, np.arange(100))
+    history.note(0, 3, 8)
+    assert history.output(0, 106).tolist() == [8, 5, 6, *range(100)], "what comes later stays"
 
 
 def test_sequences_of_a_request_have_outputs_of_their_own_and_gaps_are_seen():
@@ -253,15 +256,17 @@ def test_parameters_come_from_the_message_and_a_value_out_of_range_is_refused():
         "repetition_penalty": 1.5,
         "presence_penalty": -1,
         "frequency_penalty": 2,
-        "bias_token_ids": pack([4, 9, 5]),
+        "bias_token_ids": pack([0, 9, 5]),
         "biases": pack_floats([1, 2, 3]),
         "num_top_logprobs": 0,
         "num_prompt_logprobs": 5,
     }
     p = SamplingParameters.from_message(Sampling(**good), vocabulary_size=6)
     assert (p.typical_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (0.5, 1.5, -1, 2)
-    assert (p.bias_token_ids, p.biases) == ((4, 5), (1, 3)), "one beyond the vocabulary is left out"
+    assert (p.bias_token_ids, p.biases) == ((0, 5), (1, 3)), "one beyond the vocabulary is left out"
     assert (p.num_top_logprobs, p.num_prompt_logprobs) == (0, 5)
+    for bound in ({"min_p": 1}, {"typical_p": 1}, {"num_candidates": 6}, {"num_top_logprobs": 6}):
+        SamplingParameters.from_message(Sampling(**(good | bound)), vocabulary_size=6)
     for bad in (
         {"typical_p": 1.5},
         {"typical_p": math.nan},

@@ -47,6 +47,7 @@ def test_blocks_as_told_go_before_bytes_as_told():
     assert SHAPE.block_bytes == 256
     assert size_as_told(SHAPE, 30, 100_000).num_blocks == 30
     assert size_as_told(SHAPE, None, 1023).num_blocks == 3
+    assert size_as_told(SHAPE, None, 256).num_blocks == 1
     assert size_as_told(SHAPE, None, None) is None
 
 
@@ -76,6 +77,7 @@ def test_a_size_that_can_not_be_had_is_refused_by_its_flag(told, complaint):
         (10, 5000, 1 << 40, 5000 // 256, "as large as the checkpoint"),
         (100, 5000, 1 << 40, 50, "room for 2 sequences of 100 tokens"),
         (100, 5000, 4096, 4, "a quarter of the 0.00391 MiB that are left"),
+        (100, 5000, 1024, 1, "a quarter of the 0.000977 MiB that are left"),
     ],
 )
 def test_a_cache_on_a_cpu_is_as_large_as_the_checkpoint_within_reason(

@@ -77,7 +77,10 @@ def write_gguf(path, model, **changes):
     for key in changes.pop("without", ()):
         del writer.kv_data[0][key]
     for key, value in changes.pop("metadata", {}).items():
-        writer.kv_data[0][key].value = value
+        entry = writer.kv_data[0][key]
+        entry.value, entry.type = value, gguf.GGUFValueType.get_type(value)
+    for key, value in changes.pop("more_metadata", {}).items():
+        writer.add_string(key, value)
     for name in changes.pop("lacks", ()):
         del writer.tensors[0][name]
     writer.write_header_to_file()
@@ -100,6 +103,15 @@ def test_weights_and_numbers_come_back(tmp_path, changes):
     # And the worker reads it: nothing is missing in config.json.
     assert len(tokens(tiny_runner(out).execute(step(Row(1, [5, 17], [0]), new={1: GREEDY})))) == 1
     assert sorted(path.name for path in out.parent.iterdir()) == ["checkpoint"]
+
+
+def test_numbers_that_a_file_leaves_out_are_those_that_gguf_means(tmp_path):
+    out, model = tmp_path / "checkpoint", tiny_llama(num_key_value_heads=4)
+    left_out = ["llama.attention.key_length", "llama.attention.head_count_kv", "llama.rope.freq_base"]
+    convert(write_gguf(tmp_path / "tiny.gguf", model, without=left_out), out)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["head_dim"], config["num_key_value_heads"]) == (8, 4)
+    assert config["rope_parameters"]["rope_theta"] == 10_000
 
 
 def test_digits_stand_alone_special_tokens_are_whole_and_settings_come_along(tmp_path):
@@ -166,7 +178,13 @@ NEEDED = [
         ({"metadata": {"llama.attention.key_length": 7}}, "a head of 7 values"),
         ({"metadata": {"tokenizer.ggml.eos_token_id": 97}}, "eos_token_id is 97, but there are 97 tokens"),
         ({"metadata": {"tokenizer.ggml.merges": ["1 zz"]}}, "merges do not fit the tokens"),
+        ({"metadata": {"tokenizer.ggml.merges": "1 2"}}, "merges is '1 2', and has to be a list"),
         ({"dtype": np.int32}, "tensor token_embd.weight cannot be read: .*I32"),
+        ({"more_metadata": {"llama.rope.scaling.type": "linear"}}, "scaled rotary positions are not supported"),
+        (
+            {"metadata": {"llama.embedding_length": 2**31 - 1, "llama.feed_forward_length": 2**31 - 1}},
+            "its metadata mean a model that cannot be",
+        ),
         ({"kinds": [1, 1]}, "token_type has 2 entries for 97 tokens"),
         *(({"without": [key]}, f"its metadata lack {key}$") for key in NEEDED),
     ],

@@ -9,6 +9,8 @@ from worker_fakes import tiny_checkpoint
 from worker.checkpoint import ModelError
 from worker.config import WorkerSettings
 from worker.executor.choose import choose, make_executor
+from worker.executor.mp import MpExecutor
+from worker.executor.uni import UniExecutor
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2"}
 
@@ -28,6 +30,9 @@ def chosen(*, num_gpus=0, has_ray=False, environment=None, **settings):
         ({"tensor_parallel_size": 2, "environment": TORCHRUN}, "external", "torchrun has started this process"),
         ({"environment": {"RANK": "0", "WORLD_SIZE": "1"}}, "uni", "there is one rank"),
         ({"environment": {"RANK": "", "WORLD_SIZE": ""}}, "uni", "there is one rank"),
+        ({"environment": {"WORLD_SIZE": "2"}}, "uni", "there is one rank"),
+        ({"environment": {"RANK": "0"}}, "uni", "there is one rank"),
+        ({"executor": "uni"}, "uni", "--executor says so"),
         ({"executor": "mp"}, "mp", "--executor says so"),
         ({"executor": "mp", "environment": TORCHRUN}, "mp", "--executor says so"),
     ],
@@ -64,6 +69,25 @@ def test_sizes_that_a_model_can_not_be_shared_out_to_are_refused_before_any_rank
     tiny_checkpoint(tmp_path)
     with pytest.raises(ModelError, match=words):
         make_executor(WorkerSettings(model=str(tmp_path), device="cpu", **sizes))
+
+
+def test_the_chosen_executor_is_made(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert isinstance(make_executor(WorkerSettings(model="m", device="cpu")), UniExecutor)
+    assert isinstance(make_executor(WorkerSettings(model="m", device="cpu", executor="mp")), MpExecutor)
+    external = make_executor(WorkerSettings(model="m", device="cpu", executor="external"))
+    with pytest.raises(ModelError, match="wants the environment that torchrun sets"):
+        external.load(pytest.fail)
+
+
+def test_gpus_count_unless_the_settings_leave_them_alone(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert isinstance(make_executor(WorkerSettings(model="m", device="cpu", tensor_parallel_size=4)), MpExecutor)
+    with pytest.raises(ModelError, match="this host has 2 GPUs: lower the sizes, or install Ray"):
+        make_executor(WorkerSettings(model="m", tensor_parallel_size=4))
 
 
 def test_the_wire_to_the_worker_knows_neither_ranks_nor_stages():

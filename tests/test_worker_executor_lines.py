@@ -60,7 +60,7 @@ def started(*ranks):
 
 
 def test_every_rank_gets_every_step_and_rank_0_answers_in_order_however_many_are_in_flight():
-    with started(Echo(), other := Echo()) as (executor, *_):
+    with started(Echo(), other := Echo(loads=lambda: GetInfoResponse(model="other"))) as (executor, *_):
         assert executor.load(pytest.fail).model == "echo"
         answers = [executor.launch(step(step_id=step_id)) for step_id in range(1, 6)]
         assert answers[0].result().step_id == 1
@@ -139,6 +139,26 @@ def test_a_rank_that_dies_while_it_loads_is_lost():
         executor.load(pytest.fail)
 
 
+def test_a_rank_that_goes_without_a_word_while_it_loads_is_lost():
+    front, rank = Pipe()
+    rank.close()
+    with pytest.raises(RankLost, match="has ended while it loaded the model"):
+        LinesExecutor(lambda: [front]).load(pytest.fail)
+
+
+def test_a_step_whose_rank_0_goes_without_an_answer_is_lost():
+    front, rank = Pipe()
+    rank.send_bytes(b"I")
+    executor, lost = LinesExecutor(lambda: [front]), threading.Event()
+    executor.load(lost.set)
+    answer = executor.launch(step())
+    rank.recv_bytes()
+    rank.close()
+    with pytest.raises(RankLost, match="rank 0 is gone"):
+        answer.result()
+    assert lost.wait(10)
+
+
 def test_ranks_end_with_an_executor_that_is_closed_which_is_no_loss(caplog):
     with started(Echo(), Echo()) as (executor, threads, _):
         lost = threading.Event()
@@ -153,7 +173,7 @@ def test_ranks_end_with_an_executor_that_is_closed_which_is_no_loss(caplog):
     assert not caplog.messages
 
 
-def test_who_does_not_know_the_secret_is_no_rank():
+def test_who_does_not_know_the_secret_or_is_not_expected_is_no_rank():
     store, met = HashStore(), {}
     front = threading.Thread(
         target=lambda: met.update(meet_ranks(store, LOOPBACK, [1], lambda missing: None)), daemon=True
@@ -164,8 +184,14 @@ def test_who_does_not_know_the_secret_is_no_rank():
     with socket.create_connection((address, int(port))) as stranger:
         stranger.sendall(os.urandom(16) + (1).to_bytes(4))
         assert stranger.recv(1) == b""
+    with dial(store, 2) as unexpected, pytest.raises(EOFError):
+        unexpected.recv_bytes()
     line = dial(store, 1)
     front.join(10)
+    for end in (line, met[1]):
+        with socket.socket(fileno=os.dup(end.fileno())) as kept_alive:  # else a host that vanishes is never missed
+            assert kept_alive.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert met.keys() == {1}
     met[1].send_bytes(b"step")
     assert line.recv_bytes() == b"step"
     line.close()
@@ -209,3 +235,9 @@ def test_whoever_knows_that_a_rank_will_not_come_ends_the_wait():
 
     with pytest.raises(RankLost, match=r"\[1, 2\] will not come"):
         meet_ranks(HashStore(), LOOPBACK, [1, 2], look)
+
+
+def test_the_wait_for_ranks_ends_when_their_time_is_over(monkeypatch):
+    monkeypatch.setattr(lines, "_MEETING_S", 0)
+    with pytest.raises(RankLost, match=r"ranks \[1\] have not come within 0 s"):
+        meet_ranks(HashStore(), LOOPBACK, [1], lambda missing: None)

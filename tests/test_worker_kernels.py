@@ -52,6 +52,22 @@ def test_a_worker_takes_the_best_kernels_there_are(tmp_path, dtype):
     assert bool(operations.note) == (not LEVELS)
 
 
+@pytest.mark.skipif(not LEVELS, reason="the C++ kernels are not built")
+@pytest.mark.parametrize("sizes", [{"head_dim": 15, "block_size": 16}, {"head_dim": 16, "block_size": 15}])
+def test_a_cache_in_bfloat16_that_is_not_all_pairs_is_left_to_torch(sizes):
+    assert "in pairs" in choice.choose(CPU, torch.bfloat16, **sizes).note
+    assert choice.choose(CPU, torch.float32, **sizes).note == ""
+
+
+def test_where_the_kernels_cannot_be_used_torch_computes_and_the_note_says_why(monkeypatch):
+    def refuse():
+        raise cpu.KernelsUnavailable("the library is older than its sources")
+
+    monkeypatch.setattr(choice, "CpuKernels", refuse)
+    operations = choice.choose(CPU, torch.float32, head_dim=16, block_size=16)
+    assert (operations.name, operations.note) == ("reference", "the library is older than its sources")
+
+
 def test_pages_that_hold_anything_do_not_disturb_the_c_kernels(tmp_path):
     """The runner zeroes blocks that are entered for the reference's sake; the C++ kernels need nothing of the kind."""
     directory = tiny_checkpoint(tmp_path, **SHAPE)

@@ -275,3 +275,18 @@ def test_penalties_over_tokens_that_nobody_told_are_a_malformed_step(runner, out
     request = with_history(step(Row(1, [*PROMPT, 1, 2, 3], range(4)), new={1: penalized()}), PROMPT, outputs)
     with pytest.raises(MalformedStep, match=words):
         runner.execute(request)
+
+
+def test_a_sequence_without_output_may_be_told_of_beside_one_with_some(runner):
+    request = step(Row(1, PROMPT, range(3)), new={1: penalized()})
+    expected = tokens(runner.execute(with_history(request, PROMPT)))
+    assert tokens(runner.execute(with_history(request, PROMPT, [(0, []), (1, [5, 17])]))) == expected
+
+
+@pytest.mark.parametrize(("indexes", "counts"), [([0], [2]), ([0], [1, 2]), ([0, 1], [4, -1])])
+def test_outputs_whose_columns_do_not_fit_together_are_a_malformed_step(runner, indexes, counts):
+    request = step(Row(1, [*PROMPT, 1, 2, 3], range(4)), new={1: penalized()})
+    (new,) = with_history(request, PROMPT, [(0, [1, 2, 3])]).new_requests
+    new.output_sequence_indexes, new.output_counts = pack(indexes), pack(counts)
+    with pytest.raises(MalformedStep, match="output_counts: do not fit"):
+        runner.execute(request)

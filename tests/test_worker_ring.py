@@ -39,6 +39,14 @@ def test_every_reader_gets_every_message_though_the_memory_begins_again_and_agai
     assert got == [messages] * 3
 
 
+def test_messages_that_fill_the_memory_wait_for_no_reader():
+    for messages in ([b"four", b"sixsix"], [b"ten bytes!"]):
+        writer, (reader,) = ring(1, capacity_bytes=10)
+        for message in messages:
+            writer.write(message)
+        assert [reader.read() for _ in messages] == messages
+
+
 def test_a_message_that_never_fits_is_refused_and_the_next_one_goes_through():
     writer, (reader,) = ring(1, capacity_bytes=10)
     with pytest.raises(ValueError, match="11 bytes; there is room for 10"):

@@ -13,6 +13,7 @@ from protos.columns import pack, unpack
 from protos.sampling_pb2 import Sampling
 from worker.cache_engine import CacheEngine
 from worker.inputs import MalformedStep
+from worker.last_tokens import LastTokens
 
 PROMPT = [5, 17, 3, 88, 42, 9, 61, 2, 30, 11, 7]
 SEEDED = Sampling(temperature=1, top_p=1, seed=11)
@@ -147,6 +148,8 @@ def test_a_best_token_and_its_log_probability_are_the_same_bits_where_no_logits_
     first, second, third = zip(tokens(beside), logprobs(beside), strict=True)
     assert [first, third] == list(zip(tokens(alone), logprobs(alone), strict=True))
     assert [second] == list(zip(tokens(other), logprobs(other), strict=True))
+    one_each = runner.execute(step(*rows, new={2: GREEDY, 3: company}))
+    assert [first, second] == list(zip(tokens(one_each), logprobs(one_each), strict=True))
 
 
 def test_blocks_that_are_swapped_out_and_in_again_or_copied_go_on_alike(runner):
@@ -223,6 +226,14 @@ def test_more_sequences_than_there_are_places_get_more(runner):
         unknown = step(Row(1, [-1], [0, 1, 5], computed=11, sequence_index=index), copy=[2, 5])
         runner.execute(step(Row(1, PROMPT, range(3)), samples=[(0, index)]))
         assert tokens(runner.execute(unknown)) == tokens(runner.execute(told))
+
+
+def test_sequences_never_share_a_place_however_many_there_are():
+    last_tokens = LastTokens(torch.device("cpu"))
+    places = torch.tensor([last_tokens.take() for _ in range(600)])
+    last_tokens.write(places, torch.arange(600))
+    assert last_tokens.read(places).tolist() == list(range(600))
+    assert last_tokens.num_taken == 600
 
 
 @pytest.fixture

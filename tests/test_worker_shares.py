@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from worker.checkpoint import ModelError
 from worker.ranks import Host, Place
-from worker.shares import deal, deal_heads, whole
+from worker.shares import Share, deal, deal_heads, whole
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 600))
@@ -20,6 +20,8 @@ def test_shares_follow_each_other_and_are_all_of_it(size, unit, total):
     assert entries == list(range(total))
     assert all(share.size > 0 for share in shares)
     assert max(share.size for share in shares) - min(share.size for share in shares) <= unit
+    if total >= size * unit:
+        assert all(share.start % unit == 0 for share in shares), "a unit was cut up"
 
 
 def test_smollm2s_nine_heads_on_three_go_to_two_ranks_as_two_groups_and_one():
@@ -59,8 +61,8 @@ def test_heads_that_can_not_be_dealt_out_are_refused_with_the_sizes_that_can():
 def test_a_share_of_stacked_values_is_one_of_each():
     share = deal(4, 1, 2).times(8)
     assert (share.total, share.ranges) == (32, ((16, 32),))
-    assert share.repeated(3).ranges == ((16, 32), (48, 64), (80, 96))
-    assert whole(5).repeated(3).is_whole
+    assert share.repeated(3) == Share(96, ((16, 32), (48, 64), (80, 96)))
+    assert whole(5).repeated(3) == whole(15)
     assert not share.is_whole
 
 

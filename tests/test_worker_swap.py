@@ -150,6 +150,17 @@ def test_a_step_waits_for_a_swap_only_if_it_touches_what_is_moved(checkpoint):
         assert streams.num_waits - before == waits
 
 
+def test_a_step_is_finished_when_its_swap_is_too(checkpoint):
+    runner = tiny_runner(checkpoint, streams=LateStreams())
+    swapping = runner.launch(step(Row(1, PROMPT, [0, 1, 2]), new={1: GREEDY}, swap_out=[30, 5]))
+    behind = runner.launch(step(Row(1, [-1], [0, 1, 2], computed=11)))
+    behind.result()
+    assert behind.is_finished
+    assert not swapping.is_finished
+    swapping.result()
+    assert swapping.is_finished
+
+
 @pytest.mark.parametrize("swaps", [{"swap_out": [0, 1]}, {"swap_in": [1, 0]}, {"swap_out": [0, 1], "swap_in": [2, 3]}])
 def test_the_time_of_swaps_is_reported_as_part_of_the_preparation(runner, swaps):
     timings = runner.execute(step(**swaps)).timings

@@ -19,7 +19,7 @@ from worker.checkpoint import (
 from worker.layers.linear import Linear
 from worker.layers.rotary import RotaryTable
 from worker.models.llama import LlamaConfig, LlamaForCausalLM
-from worker.weights import load_weights
+from worker.weights import Piece, load_weights, memory_for_weights
 
 CPU = torch.device("cpu")
 
@@ -91,9 +91,12 @@ def test_weights_are_converted_to_the_wanted_dtype_on_the_way(directory):
     assert torch.equal(ours[name], theirs[name].half())
 
 
-def test_a_tied_checkpoint_may_hold_the_head_once_more(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tied_checkpoint_may_hold_the_head_once_more(tmp_path, dtype):
     directory = tiny_checkpoint(tmp_path, tie_word_embeddings=True)
-    change_weights(directory, lambda t: t.__setitem__("lm_head.weight", t["model.embed_tokens.weight"].clone()))
+    change_weights(
+        directory, lambda t: t.__setitem__("lm_head.weight", t["model.embed_tokens.weight"].to(dtype, copy=True))
+    )
     _, model = weights_of(directory)
     assert model.head.weight is model.embedding.weight
 
@@ -122,10 +125,25 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(directory, change, co
         weights_of(directory)
 
 
+def test_a_tensor_that_a_checkpoint_has_under_two_names_is_refused(tmp_path):
+    save_file({"norm": torch.zeros(2), "model.norm": torch.ones(2)}, tmp_path / "model.safetensors")
+    pieces = [Piece(lambda: {"norm": torch.empty(2)}, lambda: None)]
+    with pytest.raises(ModelError, match="holds norm, which"):
+        load_weights(tmp_path, pieces, lambda name: False, lambda name: name.removeprefix("model."))
+
+
 def test_memory_that_is_not_there_is_said_to_be_wanted_for_the_weights(directory):
     change_config(directory, intermediate_size=10**12)
     with pytest.raises(ModelError, match=r"no memory for the weights of /.*you tried to allocate .*narrower --dtype"):
         weights_of(directory)
+
+
+def test_only_an_error_for_want_of_memory_is_said_to_be_one(directory):
+    wanted = r"no memory for the weights of /.*: Tried to allocate 2\.00 GiB; take a narrower --dtype"
+    with pytest.raises(ModelError, match=wanted), memory_for_weights(directory):
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+    with pytest.raises(RuntimeError, match=r"^an index is out of range$"), memory_for_weights(directory):
+        raise RuntimeError("an index is out of range")
 
 
 def test_files_that_are_missing_or_broken_are_refused(directory):
@@ -147,6 +165,7 @@ def test_files_that_are_missing_or_broken_are_refused(directory):
 def test_config_json_is_read_or_refused(directory):
     assert checkpoint_dtype(read_config(directory)) == torch.float32
     assert checkpoint_dtype({"torch_dtype": "bfloat16"}) == torch.bfloat16
+    assert checkpoint_dtype({}) == torch.float32
     with pytest.raises(UnsupportedModel, match="'float8': choose by --dtype one of"):
         checkpoint_dtype({"dtype": "float8"})
     with pytest.raises(UnsupportedModel, match="choose by --dtype one of"):

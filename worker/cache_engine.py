@@ -177,7 +177,6 @@ class CacheEngine:
             assert swap is not None
             swap.ended.wait()
             times_ms.append(swap.ended.ms_since(swap.begun))
-        self.wait_for_swaps(blocks)
         self.clear(on_device)
         self._cpu_cache.index_fill_(2, on_cpu, 0)
         return min(times_ms) / (2 * len(blocks))  # of the round that was disturbed least
@@ -194,7 +193,7 @@ def populate(pool: Tensor, on_piece: Callable[[], None]) -> None:
         on_piece: called after each piece, which takes some milliseconds; the next one waits for it to return.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is None or pool.numel() == 0:
+    if madvise is None:
         return
     storage = pool.untyped_storage()
     start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -45,7 +45,7 @@ def find_checkpoint(model: str) -> Path:
 
 def checkpoint_name(model: str) -> str:
     """What to call a model that was given no name: the last part of its directory or hub name."""
-    return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model.rsplit("/", 1)[-1]
+    return Path(model).expanduser().resolve().name
 
 
 def read_config(directory: Path) -> dict[str, Any]:

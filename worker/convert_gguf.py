@@ -128,9 +128,9 @@ def _check_tensors(entries: dict[str, ReaderTensor], config: dict[str, Any]) -> 
     numbers, nowhere = LlamaConfig.from_json(config, context_length=1), torch.device("meta")
     try:
         model = LlamaForCausalLM(numbers, operations=torch_reference(), dtype=torch.bfloat16, device=nowhere)
+        targets = {name: target for piece in model.pieces() for name, target in piece.tensors().items()}
     except RuntimeError as error:
         raise ConversionError(f"its metadata mean a model that cannot be: {error}") from error
-    targets = {name: target for piece in model.pieces() for name, target in piece.tensors().items()}
     if missing := targets.keys() - entries.keys():
         raise ConversionError(f"it lacks {listed(missing)}; fetch it again, or another one")
     if unexpected := entries.keys() - targets.keys():

@@ -130,9 +130,7 @@ def run_prompts(
     """
     num_rows = len(lengths)
     num_blocks = [-(-length // runner.limits.block_size) for length in lengths]
-    sampling = Sampling()
-    sampling.CopyFrom(_HUNGRY if hungry else Sampling(temperature=1, top_p=1))
-    new = NewRequest(request_id=0, sampling=sampling)
+    new = NewRequest(request_id=0, sampling=_HUNGRY if hungry else Sampling(temperature=1, top_p=1))
     new.sampling.num_prompt_tokens = lengths[0]
     if tells_prompt:
         new.sampling.num_prompt_logprobs = 1

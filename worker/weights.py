@@ -178,7 +178,7 @@ def has_own_head(directory: Path, embedding: str) -> bool:
     if "lm_head.weight" not in files or not embeddings:
         return False
     head, vectors = (dict(_read(files[name], [name]))[name] for name in ("lm_head.weight", embeddings[0]))
-    return head.dtype != vectors.dtype or not torch.equal(head, vectors)
+    return not torch.equal(head, vectors)
 
 
 def weight_bytes(directory: Path) -> int:

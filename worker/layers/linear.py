@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kernels.choice import LinearLayer, Operations
-from kernels.reference import PlainLinear
 from worker.ranks import Ranks
 from worker.shares import Share, Target, part, whole
 
@@ -68,8 +67,7 @@ class Linear:
     def pack(self, operations: Operations) -> None:
         """Puts the loaded weight into the layout that `operations` multiply fastest, and lets the plain one go."""
         self._multiply = operations.linear(self.weight, self.bias, widened=self._widened, gated=self._gated)
-        if not isinstance(self._multiply, PlainLinear):
-            self.weight = self.weight.new_empty(0)
+        self.weight = self.weight.new_empty(0)
 
     @property
     def packed(self) -> LinearLayer:
