@@ -210,12 +210,14 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_written():
     token_ids, positions, metadata = make_step(DECODES)
     slots, tables = metadata.slot_mapping.clone(), metadata.block_tables.clone()
     slots[2], tables[3, 1] = NUM_BLOCKS * BLOCK_SIZE, NUM_BLOCKS
-    short = metadata.query_starts.clone()
+    short, contexts = metadata.query_starts.clone(), metadata.context_lengths.clone()
     short[-1] -= 1
+    contexts[0] = 0
     for changes, message in (
         ({"slot_mapping": slots}, "token 2 has slot 1024 in 64 blocks of 16"),
         ({"block_tables": tables}, "row 3 has 1 queries, a context of 64"),
         ({"query_starts": short}, "row 3 has 0 queries"),
+        ({"context_lengths": contexts}, "row 0 has 1 queries, a context of 0"),
         ({"slot_mapping": slots[:-1]}, "slot_mapping is int64"),
         ({"block_tables": tables.long()}, "are not contiguous int32"),
         ({"scored": torch.tensor([0, 4])}, "scored .* ascending and less than 4"),

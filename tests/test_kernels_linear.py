@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # For rounding of the result, and for sums in another order, in proportion to the sum of what is added.
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 # More rows than are converted at once, where x has another dtype than the multiplication.
-NUM_IN_TWO_CHUNKS = 195
+NUM_IN_TWO_CHUNKS = 267
 
 
 def random(*shape, dtype, seed=0):
@@ -126,6 +126,8 @@ def test_a_weight_is_kept_as_integers_if_rounding_allows_it(level):
     assert kernels.linear(weight, None).form is Form.INTEGERS
     assert kernels.linear(weight[:, :570], None).form is Form.CODED
     assert kernels.linear(weight.float(), None).form is Form.PLAIN
+    for factor in (1e-35, 1e35):
+        assert kernels.linear(weight * factor, None).form is Form.CODED
     weight[3, 5] = 1e3
     assert kernels.linear(weight, None).form is Form.CODED
     weight[3, 5] = torch.nan
@@ -173,6 +175,7 @@ def test_rows_of_zeros_and_outputs_of_zeros_give_zeros(level):
     weight, x = random(40, 128, dtype=torch.bfloat16), random(9, 128, dtype=torch.bfloat16, seed=1)
     weight[11] = x[1] = 0
     layer = CpuKernels(level).linear(weight, None)
+    assert (layer.form is Form.INTEGERS) == (level in INTEGER_LEVELS)
     for found in (layer(x), layer(x[:3])):
         assert found[1].eq(0).all()
         assert found[:, 11].eq(0).all()

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from kernels import build, reference  # noqa: E402
 from kernels.cpu import CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
+from kernels.philox import gumbel_noise  # noqa: E402
 
 try:
     LEVELS = [*runnable_levels(), *build.MODELS]
@@ -69,6 +70,29 @@ def test_a_filtered_draw_equals_that_of_the_twin(kernels, size, heat):
     logits = 2 * torch.randn(len(FILTERS), size, generator=torch.Generator().manual_seed(size))
     arguments = (torch.full((len(FILTERS),), heat), *names(len(FILTERS)), columns(FILTERS, size))
     assert kernels.sample_tokens(logits, *arguments).equal(reference.sample_tokens(logits, *arguments))
+
+
+def test_hundreds_of_draws_with_each_filter_equal_the_twins(kernels):
+    filters = [*FILTERS, (3, 0.5, 0.0), (0, 1 - 2.0**-24, 0.0)] * 200
+    logits = 2 * torch.randn(len(filters), 200, generator=torch.Generator().manual_seed(0))
+    arguments = (torch.ones(len(filters)), *names(len(filters)), columns(filters, 200))
+    assert kernels.sample_tokens(logits, *arguments).equal(reference.sample_tokens(logits, *arguments))
+
+
+# The least of the 32-bit words make the largest noise; a few that seeds give to tokens.
+RARE = [(11_647_403, 167, 2), (42_591, 93, 41), (842_465, 280, 125), (325_673, 125, 150), (206_582, 162, 265)]
+
+
+@pytest.mark.parametrize("seed, token, word", RARE)
+def test_noise_is_right_to_a_hundredth_however_rare_it_is(kernels, seed, token, word):
+    """Two tokens may be drawn; the logit of the rare one puts it just ahead of the other, or just behind."""
+    of_both = [torch.tensor([number] * 2) for number in (seed, 0, 0)]
+    of_other = gumbel_noise(torch.zeros(2, 1, dtype=torch.int64), *of_both)[0]
+    logits = torch.full((2, 300), -torch.inf)
+    logits[:, 0] = 0.0
+    logits[:, token] = of_other + math.log(-math.log1p(-(word + 0.5) / 2**32)) + torch.tensor([0.01, -0.01])
+    for sample_tokens in (kernels.sample_tokens, reference.sample_tokens):
+        assert sample_tokens(logits, torch.ones(2), *of_both).tolist() == [token, 0]
 
 
 def test_thousands_of_draws_equal_the_twins_and_follow_the_distribution(kernels):

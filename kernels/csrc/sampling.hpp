@@ -153,14 +153,14 @@ class Row {
                 if (scaled[i] < least || (shift < 20 && key >> (shift + 10) != prefix)) continue;
                 sums[key >> shift & most] += by_mass ? masses[i] : 1.0f;
             }
-            uint32_t digit = 0, last = 0;
-            for (; digit <= most; ++digit) {
+            uint32_t last = 0;
+            for (uint32_t digit = 0; digit <= most; ++digit) {
                 if (sums[digit] == 0) continue;
                 last = digit;
                 if (reached + sums[digit] >= target) break;
                 reached += sums[digit];
             }
-            prefix = prefix << (shift == 20 ? 0 : 10) | (digit <= most ? digit : last);
+            prefix = prefix << (shift == 20 ? 0 : 10) | last;
         }
         return -float_of(prefix);
     }
