@@ -23,7 +23,7 @@ from itertools import groupby
 from pagewire import health
 from pagewire.access import Access, AccessError
 from pagewire.errors import PagewireError
-from pagewire.processes import start
+from pagewire.processes import ended, start
 from pagewire.shares import Share
 
 # The exit status of our services when they refuse their options; starting them again would not help.
@@ -259,7 +259,7 @@ class Cluster:
         self._report_pids()
         watch = asyncio.create_task(self._kill_when_silent(service, running))
         try:
-            status = await process.wait()
+            status = await ended(process)
         finally:
             watch.cancel()
         await self._forget(service.name)
@@ -305,11 +305,11 @@ class Cluster:
             running.process.terminate()
         try:
             async with asyncio.timeout(service.stop_within_s):
-                await running.process.wait()
+                await ended(running.process)
         except TimeoutError:
             log.warning(f"{service.name} did not stop in time; killing it", extra={"after_s": service.stop_within_s})
             _kill_group(running.process.pid)
-            await running.process.wait()
+            await ended(running.process)
         await self._forget(service.name)
 
     async def _forget(self, name: str) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# Of an ended process whose output has not ended: how soon it is noticed.
+_LOOK_S = 1.0
 
 # Becomes another program, which is killed when the process that started it ends, however that happens. It is a program
 # of its own, since in a child of a process with gRPC's threads no Python may run between fork and exec (see gRPC's
@@ -66,6 +68,20 @@ async def start(
         # A terminal's Ctrl-C is for the launcher, which then stops the services in order.
         start_new_session=True,
     )
+
+
+async def ended(process: asyncio.subprocess.Process) -> int:
+    """The exit status of a process, once it has ended.
+
+    `Process.wait` also waits for the end of its output, which whatever it has left running may hold open.
+    """
+    output_ended = asyncio.ensure_future(process.wait())
+    try:
+        while process.returncode is None:
+            await asyncio.wait([output_ended], timeout=_LOOK_S)
+    finally:
+        output_ended.cancel()
+    return process.returncode
 
 
 def start_ticks(pid: int) -> int | None:

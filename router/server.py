@@ -100,7 +100,6 @@ class GenerationService:
                 prompt_logprobs += response.prompt_logprobs
                 for delta in response.outputs:
                     pieces[delta.index].append(delta.text)
-                    delta.ClearField("text")
                     outputs[delta.index].MergeFrom(delta)
             for output, texts in zip(outputs, pieces, strict=True):
                 output.text = "".join(texts)
@@ -226,8 +225,8 @@ class GenerationService:
             self._schedulers.submit(live, context.time_remaining(), holder)
         except BaseException:
             self._tenant_limits.cancel(permit)
-            if held is None and self._live.get(scoped_id) is None:  # else it belongs to another call by now
-                self._live.pop(scoped_id, None)
+            if held is None:  # else the id is another call's
+                del self._live[scoped_id]
             raise
         if held is not None:  # its call's connection is dead; the scheduler is about to give the request to this one
             held.fail(taken_over())

@@ -126,6 +126,15 @@ async def test_draft_tokens_are_counted_and_how_many_of_them_were_right():
         assert accepted == scheduler["vllm:spec_decode_num_accepted_tokens_total",]
 
 
+async def test_the_tokens_of_a_beam_search_are_counted_at_its_end():
+    async with scraped_plane() as (plane, scrapes):
+        wanted = request("hello", max_tokens=6, ignore_eos=True)
+        wanted.sampling.beam_width, wanted.sampling.n = 3, 2
+        answer = await plane.generation.Complete(wanted)
+        scheduler = await scrapes.values(scrapes.scheduler)
+        assert scheduler["pagewire_generation_tokens_total",] == answer.usage.completion_tokens == 2 * 6
+
+
 async def test_a_repeated_prompt_counts_as_cached():
     async with scraped_plane() as (plane, scrapes):
         for _ in range(2):
@@ -264,6 +273,14 @@ async def test_a_scraper_that_stops_in_the_middle_delays_no_other():
             stuck.sendall(b"GET /metr")
             assert await plane.text(max_tokens=3) == "The"
             assert "vllm:num_requests_running" in await scrapes.text(scrapes.router)
+
+
+async def test_metrics_end_with_their_service():
+    async with scraped_plane() as (_, scrapes):
+        pass
+    for port in (scrapes.router, scrapes.scheduler):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
 
 
 async def test_other_paths_are_not_found():

@@ -168,6 +168,27 @@ async def test_a_service_that_dies_is_started_again(folder):
     await run
 
 
+async def test_nothing_watches_a_process_that_has_ended(folder):
+    trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=0.01))
+    run = asyncio.create_task(trial.run())
+    await asyncio.wait_for(trial.ready.wait(), WAIT_S)
+    await ended_pid(trial, "worker")
+    trial.stop.set()
+    await run
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_what_a_service_has_left_running_ends_with_it_and_its_last_words_are_told(folder):
+    script = "sleep 99 & printf 'left %s' $!; exit 3"
+    leaving = ServiceProcess("worker", ("/bin/sh", "-c", script), f"unix:{folder}/nobody.sock")
+    lines: list[str] = []
+    alone = Cluster([leaving], on_line=lambda name, line: lines.append(line))
+    with pytest.raises(LaunchError, match=r"worker ended with status 3 before it was ready\n  left \d+$"):
+        await alone.run(asyncio.Event(), lambda: None)
+    left = int(lines[0].removeprefix("left "))
+    wait_for(lambda: start_ticks(left) is None, "what was left has ended")
+
+
 async def test_a_service_that_dies_too_often_ends_the_cluster(folder):
     trial = Trial(folder, policy=lambda: RestartPolicy(first_delay_s=0.01, max_deaths=2))
     run = asyncio.create_task(trial.run())
@@ -458,6 +479,14 @@ def test_a_taken_port_is_an_error_before_anything_starts(home):
     check_free(LaunchOptions("/m", port=port))
     with pytest.raises(LaunchError, match="choose another --host"):
         check_free(LaunchOptions("/m", host="no.such.host.invalid", port=port))
+
+
+def test_a_port_where_closed_connections_linger_is_free(home):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            server.accept()[0].close()  # who closes first keeps it for a minute
+    check_free(LaunchOptions("/m", port=port))
 
 
 # The whole launcher, as a user's commands

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import re
 import subprocess
@@ -18,16 +19,20 @@ from scheduler_by_hand import make, step, submit
 from test_scheduler_properties import SchedulerMachine
 
 import scheduler.__main__ as scheduler_main
+from protos.columns import pack, pack_floats
 from protos.pagewire.v1 import generation_pb2 as pb
 from protos.pagewire.v1.generation_pb2_grpc import GenerationServiceStub
 from protos.sampling_pb2 import Sampling
+from protos.worker_pb2 import ExecuteModelResponse
 from scheduler.block_manager import BlockManager
+from scheduler.plan import to_result
 from scheduler.policy import Policy
-from scheduler.record import INPUTS
+from scheduler.record import INPUTS, reader, to_line
 from scheduler.recorder import Recorder
 from scheduler.replay import NoSuchRequest, replay
 from scheduler.replayer import NotReplayable, Replayer
 from scheduler.scheduler import Scheduler
+from scheduler.sequence import Status
 
 READERS = {"check", "held_up", "num_reserved"}
 
@@ -107,6 +112,30 @@ def test_a_replay_tells_what_was_decided_and_that_it_is_the_same(capsys):
     assert "step 5: sequence 0 FINISHED_LENGTH_CAPPED with 5 tokens of output" in told
     assert "schedule=5 tokens_computed=24 update=5 tokens_sampled=11 preempted=1" in told
     assert told.endswith("result    every decision is the same\n")
+
+
+def test_what_a_worker_answered_is_read_back_as_it_was():
+    columns = {"token_ids": pack([7, 8]), "logprobs": pack_floats([-0.5, -1.5]), "failed_samples": pack([1])}
+    of_beams = {"candidate_token_ids": pack([3, 4]), "candidate_logprobs": pack_floats([-0.25, -2.0])}
+    result = to_result(ExecuteModelResponse(**columns, **of_beams))
+    assert reader().decode(to_line(result).decode()) == result
+
+
+def test_what_could_not_be_read_back_is_not_written():
+    with pytest.raises(TypeError, match="a Status has no place in a record"):
+        to_line(Status.RUNNING)
+
+
+def test_a_story_is_told_in_seconds_since_the_record_began(capsys):
+    disk = Disk()
+    core = recorded(disk)
+    clock = json.loads(disk.getvalue())["clock"]
+    submit(core, 4, now=clock + 1.5)
+    step(core, now=clock + 2.25)
+    assert replayed(disk.getvalue(), request_id="r") == 0
+    told = capsys.readouterr().out
+    assert "   1.500 s  step 0: submitted as number" in told
+    assert "   2.250 s  step 1: sequence 0 computes tokens 0 to 3" in told
 
 
 def test_the_story_of_a_refused_request_is_its_refusal(capsys):

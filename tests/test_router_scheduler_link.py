@@ -1,12 +1,18 @@
 """What the router sends to a scheduler, here a script, and what its client gets for what the scheduler tells."""
 
+import asyncio
+
 import grpc
 import pytest
-from fakes import EOS
-from router_fakes import finished, router_alone
+from fakes import CONTEXT_LENGTH, EOS, VOCABULARY_SIZE
+from router_fakes import FakeScheduler, RouterAlone, finished, router_alone, start_scheduler
+from test_logprobs import told
+from test_router_schedulers import two, until
 
 from pagewire.errors import from_rpc_error
 from protos import session_pb2
+from protos.columns import pack
+from protos.logprobs import to_columns
 from protos.pagewire.v1 import generation_pb2 as pb
 
 
@@ -91,3 +97,104 @@ async def test_best_of_that_is_refused_or_fails_half_way_ends_in_the_error():
             await call.read()
         assert info.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert from_rpc_error(info.value).reason == "LATE"
+
+
+async def test_an_id_that_a_request_has_given_up_for_another_is_free_again():
+    """The id is its caller's x-request-id, under which a request of another router lives at the scheduler."""
+    async with router_alone() as plane:
+        call = plane.generation.Generate(wanted(), metadata=(("x-request-id", "mine"),))
+        first = await plane.scheduler.submitted()
+        await plane.scheduler.reject(grpc.StatusCode.ALREADY_EXISTS, "in use", reason="REQUEST_ID_IN_USE")
+        assert (await plane.scheduler.submitted()).request_id.startswith(f"{first.request_id}-")
+        named = wanted()
+        named.request_id = "mine"
+        other = plane.generation.Generate(named)
+        assert (await plane.scheduler.submitted()).request_id == first.request_id
+        for each in (call, other):
+            each.cancel()
+
+
+class Hesitant(FakeScheduler):
+    """Answers no greeting while `gate` is clear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.greeted = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+
+    async def _write(self, **message: object) -> None:
+        self.greeted.set()
+        await self.gate.wait()
+        await super()._write(**message)
+
+
+async def test_a_scheduler_hears_of_who_left_between_the_routers_greeting_and_its_own():
+    """The greeting asked for the request, which the scheduler would go on computing for nobody."""
+    async with router_alone(Hesitant()) as plane:
+        named, scheduler = wanted(), plane.scheduler
+        named.request_id = "r"
+        call = plane.generation.Generate(named)
+        handle = (await scheduler.submitted()).handle
+        scheduler.gate.clear()
+        scheduler.greeted.clear()
+        await plane.servers[0].stop(0)
+        plane.servers[0] = await start_scheduler(scheduler, plane.scheduler_address)
+        await scheduler.greeted.wait()
+        call.cancel()
+        while await plane.generation.Complete(named).code() is grpc.StatusCode.ALREADY_EXISTS:
+            pass  # the router has not noticed yet
+        scheduler.gate.set()
+        assert (await scheduler.heard.get()).cancel.handle == handle
+
+
+async def test_what_a_scheduler_says_of_another_worker_counts_at_once():
+    """Requests are checked against the scheduler with the most room."""
+    async with router_alone(FakeScheduler(num_blocks=64), FakeScheduler(num_blocks=32)) as plane:
+        while (await plane.generation.GetModel(pb.GetModelRequest())).num_blocks != 64:
+            await asyncio.sleep(0.01)  # until the first one is heard too
+        size = {"context_length": CONTEXT_LENGTH, "vocabulary_size": VOCABULARY_SIZE, "block_size": 4}
+        await plane.schedulers[1]._write(model=session_pb2.ModelInfo(model="fake", **size, num_blocks=128))
+        while (await plane.generation.GetModel(pb.GetModelRequest())).num_blocks != 128:
+            await asyncio.sleep(0.01)
+
+
+async def hears_load(plane: RouterAlone, place: int, num_running: int) -> None:
+    """Returns when the router has heard that so many requests run at a scheduler."""
+    await plane.schedulers[place].tell_load(serving=False)
+    await until(plane, lambda named: named[f"s{place}"].obstacle == "has no worker")
+    await plane.schedulers[place].tell_load(serving=True, num_running=num_running)
+    await two(plane)
+
+
+async def test_a_request_that_its_scheduler_counts_already_is_counted_once():
+    async with router_alone(FakeScheduler(), FakeScheduler()) as plane:
+        await two(plane)
+        first, _ = plane.schedulers
+        await hears_load(plane, 1, num_running=4)
+        calls = [plane.generation.Complete(wanted("p")) for _ in range(3)]
+        for _ in calls:
+            await first.accept((await first.submitted()).handle)
+        await hears_load(plane, 0, num_running=3)
+        calls.append(plane.generation.Complete(wanted("p")))
+        await first.submitted()
+        for call in calls:
+            call.cancel()
+
+
+async def test_a_scheduler_that_goes_on_is_not_asked_again_for_the_log_probabilities_of_the_prompt():
+    """To have them, it would compute the prompt without its prefix cache."""
+    async with router_alone() as plane:
+        scheduler, request = plane.scheduler, wanted()
+        request.output.prompt_logprobs = 0
+        stream = plane.generation.Generate(request)
+        assert (await scheduler.submitted()).sampling.HasField("num_prompt_logprobs")
+        await scheduler.accept()
+        of_prompt = {"prompt_handles": pack([1]), "prompt_counts": pack([2]), "prompt_num_tops": pack([0])}
+        of_prompt["prompt_logprobs"] = to_columns([told(b"bc", 0)])
+        await scheduler._write(step_outputs=session_pb2.StepOutputs(**of_prompt))
+        await scheduler.tell({0: b"d"})
+        assert [token.token_id for token in (await stream.read()).prompt_logprobs] == list(b"bc")
+        await plane.restart_scheduler()
+        again = await scheduler.submitted()
+        assert (len(again.continuation.progress), again.sampling.HasField("num_prompt_logprobs")) == (1, False)
+        stream.cancel()

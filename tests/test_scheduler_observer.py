@@ -1,5 +1,6 @@
 """Gaps between tokens, counted by hand."""
 
+import gc
 from array import array
 from collections import defaultdict, deque
 from itertools import pairwise
@@ -13,7 +14,7 @@ from scheduler.observer import Observer
 from scheduler.plan import Plan, StepResult
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Progress
-from scheduler.sessions import RouterSession, Sessions
+from scheduler.sessions import RouterSession, Sessions, Ticket
 
 
 class Clockwork:
@@ -141,6 +142,16 @@ def test_what_was_begun_elsewhere_is_waited_for_and_decoded_here_as_any_other():
     observer = clockwork.observer
     assert (observer.queue_s.sum, observer.prefill_s.sum, observer.decode_s.sum) == (0, 1, 2)
     assert clockwork.gaps() == {1: 2}
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended_long_ago():
+    clockwork = Clockwork()
+    clockwork.submit(4, max_tokens=3)
+    group = clockwork.sessions.find("r1").group
+    clockwork.run()
+    clockwork.sessions.purge(before=clockwork.now + 1)
+    gc.collect()
+    assert not [kept for kept in gc.get_objects() if type(kept) is Ticket and kept.group is group]
 
 
 def test_for_a_lost_worker_no_request_is_blamed_that_took_the_blocks_at_another_time():

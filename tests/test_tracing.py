@@ -74,10 +74,12 @@ async def test_a_request_is_one_trace_under_the_span_of_its_caller():
             "gen_ai.operation.name": "text_completion",
             "gen_ai.response.model": "fake",
             "gen_ai.response.id": "mine",
+            "gen_ai.request.max_tokens": 9,
             "gen_ai.usage.input_tokens": 5,
             "gen_ai.usage.output_tokens": 9,
         }
         assert {name: root.attributes[name] for name in facts} == facts
+        assert 0 < root.attributes["gen_ai.response.time_to_first_chunk"] <= (root.end_ns - root.begin_ns) / 1e9
         assert [value.string_value for value in root.attributes["gen_ai.response.finish_reasons"].values] == ["length"]
         queue, prefill, decode = (spans[name][0] for name in ("queue", "prefill", "decode"))
         assert {span.service for span in (queue, prefill, decode)} == {"pagewire-scheduler"}
@@ -85,6 +87,14 @@ async def test_a_request_is_one_trace_under_the_span_of_its_caller():
         assert prefill.end_ns == pytest.approx(decode.begin_ns, abs=1e6)
         assert decode.attributes["gen_ai.usage.output_tokens"] == 9
         assert queue.tracestate == "vendor=x"
+
+
+async def test_the_span_of_a_chat_says_that_it_is_one():
+    async with traced_plane() as (plane, received):
+        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+        await plane.generation.Complete(pb.GenerateRequest(chat=chat, stop=pb.StopConditions(max_tokens=2)))
+        spans = await spans_below(received, COMPLETE, "tokenize", "queue", "prefill", "decode")
+        assert spans["root"][0].attributes["gen_ai.operation.name"] == "chat"
 
 
 async def test_the_worker_gets_the_trace_only_with_the_steps_of_the_prompt():
@@ -164,6 +174,7 @@ async def test_every_span_that_a_cancellation_ended_says_so():
         assert spans["root"][0].attributes["rpc.grpc.status_code"] == grpc.StatusCode.CANCELLED.value[0]
         assert spans["decode"][0].error.startswith("CANCELLED")
         assert spans["prefill"][0].error is None
+        assert not any("pagewire.moved" in span.attributes for each in spans.values() for span in each)
 
 
 async def test_a_request_cancelled_while_it_waits_has_only_a_queue_span():

@@ -9,6 +9,10 @@ from fakes import TEXT, FakeWorker, control_plane, request
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+import scheduler.__main__ as scheduler_main
+import scheduler.loop as scheduler_loop
+import scheduler.server as scheduler_server
+from protos.patience import Patience
 from protos.rpc import wait_for_serving
 from scheduler.plan import Plan
 from scheduler.scheduler import Scheduler
@@ -31,6 +35,23 @@ async def test_watchers_learn_of_a_step_that_does_not_return_and_new_requests_wa
         assert (await watch.read()).status == HealthCheckResponse.SERVING
         assert [await call, await later] == [TEXT[:40], "The"]
         assert len(worker.requests) == 40, "the step was not given up and computed twice"
+        watch.cancel()
+
+
+async def test_routers_learn_at_once_of_a_stall_and_of_its_end(monkeypatch):
+    """Without this they would look at the scheduler's health and load in a while."""
+    monkeypatch.setattr(scheduler_main, "_HEALTH_INTERVAL_S", None)
+    monkeypatch.setattr(scheduler_server, "_LOAD_INTERVAL_S", None)
+    worker = FakeWorker()
+    async with control_plane(worker, health_stall_s=STALL_S) as plane:
+        watch = HealthStub(plane.channel).Watch(HealthCheckRequest())
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        worker.gate.clear()
+        call = asyncio.ensure_future(plane.text(max_tokens=3))
+        assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
+        worker.gate.set()
+        assert (await watch.read()).status == HealthCheckResponse.SERVING
+        assert await call == "The"
         watch.cancel()
 
 
@@ -67,6 +88,19 @@ async def test_requests_that_wait_while_nothing_is_planned_are_logged_with_the_s
         wedged = False
         assert await call == "The"
         await wait_for_serving(plane.channel)
+
+
+async def test_a_step_that_does_not_return_is_logged_with_its_size(caplog):
+    worker = FakeWorker()
+    async with control_plane(worker, health_stall_s=STALL_S) as plane:
+        worker.gate.clear()
+        call = asyncio.ensure_future(plane.text("hello", max_tokens=3))
+        await plane.until(lambda state: not state.serving)
+        (line,) = [record for record in caplog.records if "no progress" in record.message]
+        assert line.message.startswith("no progress: the worker has not answered a step for ")
+        assert (line.step, line.step_tokens, line.running) == (worker.requests[0].step_id, 5, 1)
+        worker.gate.set()
+        assert await call == "The"
 
 
 class Worker:
@@ -127,3 +161,45 @@ async def test_connections_to_a_worker_that_ends_every_stream_at_once_are_spaced
         assert times[5] - times[0] > 0.45
         await plane.replace_worker(FakeWorker(epoch=3))
         await wait_for_serving(plane.channel)
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 2])
+async def test_a_step_that_is_not_answered_in_time_is_sent_again_to_the_next_worker(num_in_flight):
+    worker = FakeWorker()
+    async with control_plane(worker, step_timeout_s=0.3, max_steps_in_flight=num_in_flight) as plane:
+        worker.gate.clear()
+        text = asyncio.ensure_future(plane.text(max_tokens=9))
+        while len(worker.requests) < 2:
+            await asyncio.sleep(0.005)
+        worker.gate.set()
+        assert await text == TEXT[:9]
+
+
+class NotedPatience(Patience):
+    """Tells how often a wait has begun, and whether one lasts."""
+
+    last: "NotedPatience"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(limit_s)
+        NotedPatience.last = self
+        self.num_begun = 0
+        self.waits = False
+
+    def begin(self) -> None:
+        super().begin()
+        self.num_begun += 1
+        self.waits = True
+
+    def end(self) -> None:
+        super().end()
+        self.waits = False
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 2])
+async def test_each_step_may_take_its_time_and_a_worker_without_one_has_all_time(num_in_flight, monkeypatch):
+    monkeypatch.setattr(scheduler_loop, "Patience", NotedPatience)
+    async with control_plane(max_steps_in_flight=num_in_flight, num_speculative_tokens=0) as plane:
+        assert await plane.text(max_tokens=100) == (TEXT * 3)[:100]
+        assert NotedPatience.last.num_begun >= 100
+        assert not NotedPatience.last.waits
