@@ -37,6 +37,14 @@ def call(monkeypatch):
     return called
 
 
+def test_a_comparison_that_could_not_draw_w4_is_refused_and_others_are_not(call, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    told = ("--json", str(tmp_path / "found.json"), "--model", "no-such-model")
+    assert call("compare.__main__", *told) == 2
+    assert "--figure: drawing needs matplotlib" in capsys.readouterr().err
+    assert "no-such-model" in str(call("compare.__main__", *told, "--workloads", "w1,w2,w3"))
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(name, call, tmp_path, capsys):
     assert call(name, "--json", str(tmp_path)) == 2

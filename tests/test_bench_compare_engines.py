@@ -338,7 +338,7 @@ def test_no_engine_is_started_without_memory_and_a_comparison_without_runs_fails
 
 
 def test_an_unknown_model_is_named(tmp_path, monkeypatch):
-    told = ["--json", str(tmp_path / "found.json"), "--figure", str(tmp_path / "found.svg")]
+    told = ["--json", str(tmp_path / "found.json"), "--workloads", "w1"]
     for model in ("no-such-model", str(tmp_path)):
         monkeypatch.setattr(sys, "argv", ["compare", "--model", model, *told])
         with pytest.raises(SystemExit, match=model):

@@ -146,7 +146,7 @@ def _parse() -> argparse.Namespace:
         "--json", type=machine.output_file, default=f"{out}.json", help="file for all runs (%(default)s)"
     )
     parser.add_argument(
-        "--figure", type=machine.picture_file, default=f"{out}.svg", help="SVG or PNG to draw (%(default)s)"
+        "--figure", type=Path, default=f"{out}.svg", help="SVG or PNG to draw, of w4 at all rates (%(default)s)"
     )
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.probes < 0:
@@ -158,6 +158,11 @@ def _parse() -> argparse.Namespace:
         parser.error(str(error))
     if not arguments.variants:
         parser.error("none of these engines plays any of these workloads")
+    if "w4" in arguments.workloads:
+        try:
+            machine.picture_file(str(arguments.figure))
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"--figure: {error}")
     return arguments
 
 
