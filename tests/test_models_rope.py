@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_worker_weights import LLAMA3
 
 from worker.checkpoint import UnsupportedModel
 from worker.layers.rotary import RotaryTable
@@ -25,13 +26,6 @@ LONG = {
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 def their_table(parameters, positions):
