@@ -61,3 +61,11 @@ def test_the_logits_of_a_step_take_no_memory_that_those_before_did_not(dtype):
         assert logits.data_ptr() == place
         assert logits.equal(torch.cat([expected, expected])[:num_samples])
     assert head(torch.cat([x, x])).equal(torch.cat([expected, expected])), "more than there was room for"
+
+
+def test_a_layer_that_is_not_packed_further_can_be_filled_anew():
+    """So can a recorded graph's weights, which stay where they are."""
+    layer = Linear(4, {"a": 3}, bias=False, dtype=torch.float32, device=CPU)
+    layer.pack(torch_reference())
+    layer.checkpoint_tensors("")["a.weight"].fill_(2.0)
+    assert layer(torch.ones(1, 4)).tolist() == [[8.0] * 3]

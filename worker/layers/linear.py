@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.choice import LinearLayer, Operations
+from kernels.reference import PlainLinear
 from worker.ranks import Ranks
 from worker.shares import Share, Target, part, whole
 
@@ -67,7 +68,8 @@ class Linear:
     def pack(self, operations: Operations) -> None:
         """Puts the loaded weight into the layout that `operations` multiply fastest, and lets the plain one go."""
         self._multiply = operations.linear(self.weight, self.bias, widened=self._widened, gated=self._gated)
-        self.weight = self.weight.new_empty(0)
+        if not isinstance(self._multiply, PlainLinear):
+            self.weight = self.weight.new_empty(0)
 
     @property
     def packed(self) -> LinearLayer:
