@@ -10,13 +10,15 @@ import nncf
 import openvino
 from openvino_tokenizers import convert_tokenizer
 from optimum.exporters.openvino import main_export
+from optimum.intel import OVConfig
 from transformers import AutoTokenizer
 
 
 def main() -> None:
     """Entry point."""
     source, target, precision = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    main_export(source, target, task="text-generation-with-past")
+    # Without a configuration it would compress the weights of models with a billion and more.
+    main_export(source, target, task="text-generation-with-past", ov_config=OVConfig())
     if precision == "int8":
         weights = target / "openvino_model.xml"
         model = openvino.Core().read_model(weights)
