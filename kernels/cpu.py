@@ -40,6 +40,7 @@ from kernels.cpu_linear import (
     as_integers,
     coded,
     in_order,
+    packed_as_int4,
     packed_as_int8,
     packed_plainly,
 )
@@ -109,6 +110,7 @@ class CpuKernels:
         self._write_screen = function("write_screen", cpu_linear.WRITE_SCREEN, c_int)
         self._encode = function("encode", cpu_linear.ENCODE, c_int64)
         self._encode_integers = function("encode_integers", cpu_linear.ENCODE_INTEGERS, c_int)
+        self._pack_int4 = function("pack_int4", cpu_linear.PACK_INT4, c_int)
         self._decode = function("decode", cpu_decoder.ARGUMENTS, c_int)
         self._sum_shares = function("sum_shares", cpu_meeting.SUM, c_int)
         self._gather_shares = function("gather_shares", cpu_meeting.GATHER, c_int)
@@ -332,6 +334,14 @@ class CpuKernels:
         panels = packed_as_int8(in_order(weight, gated=gated))
         return self._pack(weight, bias, panels, widened=widened, gated=gated)
 
+    def int4_linear(
+        self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
+    ) -> CpuLinear | None:
+        """See `reference.int4_linear`; None for weights that are not multiplied as integers (`csrc/integers.hpp`)."""
+        ordered = in_order(weight, gated=gated)
+        panels = packed_as_int4(self._pack_as_int4, ordered) if weight.dtype == torch.bfloat16 else None
+        return None if panels is None else self._pack(weight, bias, panels, widened=widened, gated=gated)
+
     def _pack(self, weight: Tensor, bias: Tensor | None, panels: Panels, *, widened: bool, gated: bool) -> CpuLinear:
         if widened and gated:
             raise ValueError("what a gate gives is not widened")
@@ -345,6 +355,9 @@ class CpuKernels:
 
     def _encode_weight_as_integers(self, *arguments: int) -> int:
         return self._encode_integers(*arguments, self._region, self._num_threads)
+
+    def _pack_as_int4(self, *arguments: int) -> int:
+        return self._pack_int4(*arguments, self._region, self._num_threads)
 
     def _encode_weight(self, *arguments: int) -> int:
         return self._encode(*arguments, self._region, self._num_threads)

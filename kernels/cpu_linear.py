@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.forms import form
-from kernels.reference import quantized
+from kernels.reference import INT4_GROUP, Int4, quantized
 
 _PANEL = 32
 # The bytes of CodedPanel and CodedPair in csrc/coded.hpp, of IntegerPair in csrc/integers.hpp, and of ScreenPanel in
-# csrc/screening.hpp.
-_CODED_HEAD, _CODED_PAIR, _INTEGER_PAIR, _SCREEN_HEAD = 64, 192, 192, 128
+# csrc/screening.hpp; and of Int4Group in csrc/int4.hpp.
+_CODED_HEAD, _CODED_PAIR, _INTEGER_PAIR, _SCREEN_HEAD, _INT4_GROUP_BYTES = 64, 192, 192, 128, 576
 # An exception takes 8 bytes and some nanoseconds: with more than one in this many values, coding would not pay.
 _FEWEST_PER_EXCEPTION = 256
 ARGUMENTS = (c_int, c_void_p, c_int64, c_int, *[c_void_p] * 5, *[c_int] * 5, c_void_p, c_int)
@@ -29,6 +29,7 @@ SCORE = (c_int, c_void_p, c_int64, c_int, *[c_void_p] * 9, *[c_int] * 3, c_void_
 WRITE_SCREEN = (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p, c_int)
 ENCODE = (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_int)
 ENCODE_INTEGERS = (c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p, c_int)
+PACK_INT4 = (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p, c_int)
 
 
 class Weights(Structure):
@@ -52,6 +53,7 @@ class Form(enum.IntEnum):
     INT8 = 1
     CODED = 2  # csrc/coded.hpp
     INTEGERS = 3  # csrc/integers.hpp
+    INT4 = 4  # csrc/int4.hpp
 
 
 class Panels(NamedTuple):
@@ -60,7 +62,7 @@ class Panels(NamedTuple):
     Attributes:
         form: of the panels.
         values: the panels.
-        scales: one per output, padded with zeros to whole panels, if the values are int8 or integers.
+        scales: one per output, padded with zeros to whole panels, if the values are quantized or integers.
         exceptions: if the values are coded.
     """
 
@@ -224,7 +226,26 @@ def packed_as_int8(weight: Tensor) -> Panels:
     """Quantizes and packs a weight that is `in_order`."""
     integers, scales = quantized(weight)
     panels = _panels(integers)
-    return Panels(Form.INT8, panels, scales=pad(scales, (0, len(panels) * _PANEL - len(scales))))
+    return Panels(Form.INT8, panels, scales=_of_whole_panels(scales))
+
+
+def packed_as_int4(pack: Callable[..., int], weight: Tensor) -> Panels | None:
+    """Quantizes and packs a bfloat16 weight that is `in_order`; None if it is not multiplied as integers.
+
+    Args:
+        pack: the library's function, with its threads.
+        weight: [num_outputs, num_inputs].
+    """
+    num_outputs, num_inputs = weight.shape
+    if num_inputs % INT4_GROUP != 0:
+        return None
+    codes, steps, bases, scales = Int4.of(weight)
+    num_panels = -(-num_outputs // _PANEL)
+    values = torch.empty(num_panels, num_inputs // INT4_GROUP, _INT4_GROUP_BYTES, dtype=torch.uint8)
+    addresses = (each.data_ptr() for each in (codes, steps, bases, values))
+    if not pack(*addresses, num_outputs, num_inputs):
+        return None
+    return Panels(Form.INT4, values, scales=_of_whole_panels(scales))
 
 
 def coded(encode: Callable[..., int], weight: Tensor) -> Panels | None:
@@ -259,6 +280,10 @@ def as_integers(encode: Callable[..., int], weight: Tensor) -> Panels | None:
     if not encode(weight.data_ptr(), values.data_ptr(), scales.data_ptr(), num_outputs, num_inputs):
         return None
     return Panels(Form.INTEGERS, values, scales=scales)
+
+
+def _of_whole_panels(scales: Tensor) -> Tensor:
+    return pad(scales, (0, -len(scales) % _PANEL))
 
 
 def _interleaved(x: Tensor) -> Tensor:

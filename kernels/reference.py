@@ -15,6 +15,7 @@ the queries'. Its sums are in float32 in any case.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,11 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from kernels.batch_bounds import BatchBounds
 from kernels.draws import sample_tokens as sample_tokens
 from kernels.forms import check_attention, check_dtypes, check_reach, check_slots, check_swap, form
+
+# Inputs of a group in 4 bits, see `Int4`; and the largest mean size of its integers, so that a product of 16-bit integers
+# (csrc/integers.hpp) can add up ten groups in 32 bits, whatever they are multiplied by.
+INT4_GROUP = 32
+_INT4_MOST_MEAN = 750
 
 
 def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -293,22 +299,32 @@ def linear_finish(
     return Tensor.float if widened else silu_and_mul if gated else None
 
 
-def int8_linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> "Int8Linear":
+def int8_linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> "QuantizedLinear":
     """`linear` with each weight as an integer from -127 to 127 times one factor for each output.
 
     The input is not quantized, so an output depends on nothing else in its batch, and weights take half the memory of
     16 bits. In this twin they take more: it only says what the operation means.
     """
-    return Int8Linear(weight, bias, widened=widened, gated=gated)
+    integers, scales = quantized(weight)
+    return QuantizedLinear(integers.float() * scales[:, None], weight.dtype, bias, widened=widened, gated=gated)
 
 
-class Int8Linear:
-    """See `int8_linear`; products and sums are in float32, and the result is rounded once."""
+class QuantizedLinear:
+    """See `int8_linear`; products and sums are in float32, and the result is rounded once.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> None:
-        self._dtype, (integers, scales) = weight.dtype, quantized(weight)
-        self._product = PlainLinear(integers.float() * scales[:, None], None if bias is None else bias.float())
-        self._widened, self._gated = widened, gated
+    Args:
+        weight: the values that are left of it, in float32.
+        dtype: of the input, and of the result unless it is widened.
+        bias: see `linear`.
+        widened: see there.
+        gated: see there.
+    """
+
+    def __init__(
+        self, weight: Tensor, dtype: torch.dtype, bias: Tensor | None, *, widened: bool = False, gated: bool = False
+    ) -> None:
+        self._product = PlainLinear(weight, None if bias is None else bias.float())
+        self._dtype, self._widened, self._gated = dtype, widened, gated
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, num_inputs] -> [num_tokens, num_outputs], or [num_tokens, num_outputs / 2] if gated."""
@@ -325,6 +341,59 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     largest = weight.abs().amax(1)
     scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
     return (weight / scales[:, None]).round_().to(torch.int8), scales
+
+
+def int4_linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> "QuantizedLinear":
+    """`linear` with weights of 4 bits, see `Int4`; its inputs come in groups of 32. Otherwise like `int8_linear`."""
+    return QuantizedLinear(Int4.of(weight).values(), weight.dtype, bias, widened=widened, gated=gated)
+
+
+class Int4(NamedTuple):
+    """A weight of which each 32 inputs of an output are codes of 4 bits, with a step and a base of their own.
+
+    A value is scale * (step * code + 8 * base). Codes go from the least to the largest value, as in llama.cpp's Q4_1, but
+    steps and bases are integers too.
+
+    Attributes:
+        codes: 0 to 15, [num_outputs, num_inputs] uint8.
+        steps: 1 to 127, [num_outputs, num_inputs / 32] int8.
+        bases: [num_outputs, num_inputs / 32] int8.
+        scales: [num_outputs] float32.
+    """
+
+    codes: Tensor
+    steps: Tensor
+    bases: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Int4":
+        """Rounds a weight, [num_outputs, num_inputs].
+
+        Raises:
+            ValueError: its inputs do not come in groups of 32.
+        """
+        num_outputs, num_inputs = weight.shape
+        if num_inputs % INT4_GROUP != 0:
+            raise ValueError(f"weight {form(weight)} has no groups of {INT4_GROUP} inputs")
+        groups = weight.float().view(num_outputs, -1, INT4_GROUP)
+        least, most = groups.amin(2), groups.amax(2)
+        scales = torch.maximum(
+            torch.maximum((most - least).amax(1) / (15 * 127), least.abs().amax(1) / (8 * 127)),
+            groups.abs().sum(2).amax(1) / (INT4_GROUP * _INT4_MOST_MEAN),
+        )
+        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+        integers = groups / scales[:, None, None]
+        bases = (least / scales[:, None] / 8).floor_()
+        steps = ((most / scales[:, None] - 8 * bases) / 15).round_().clamp_(1, 127)
+        codes = ((integers - 8 * bases[:, :, None]) / steps[:, :, None]).round_().clamp_(0, 15)
+        return cls(codes.to(torch.uint8).view(weight.shape), steps.to(torch.int8), bases.to(torch.int8), scales)
+
+    def values(self) -> Tensor:
+        """The values, [num_outputs, num_inputs] float32."""
+        codes = self.codes.view(*self.steps.shape, INT4_GROUP).float()
+        integers = self.steps[:, :, None] * codes + 8 * self.bases[:, :, None].float()
+        return integers.view(self.codes.shape) * self.scales[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -122,6 +122,13 @@ EXPORT(int, encode_integers)(
     return encode_integers({weight, num_outputs, num_inputs, panels, scales}, {region, num_threads});
 }
 
+EXPORT(int, pack_int4)(
+    const uint8_t* codes, const int8_t* steps, const int8_t* bases, Int4Group* panels, int num_outputs, int num_inputs,
+    ParallelRegion region, int num_threads
+) {
+    return pack_int4({codes, steps, bases, num_outputs, num_inputs, panels}, {region, num_threads});
+}
+
 EXPORT(int, normalizers_and_best)(
     const float* logits, int64_t stride, float* normalizers, int64_t* best, int num_rows, int size,
     ParallelRegion region, int num_threads

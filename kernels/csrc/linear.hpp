@@ -6,6 +6,7 @@
 //
 // In a quantized weight each value is an int8, [inputs][32] in each panel, and each output has a scale. Every other
 // dtype holds an int8 exactly: the sum runs over the integers themselves, and is multiplied by the scale once.
+// Or each value takes 4 bits (int4.hpp).
 // A bfloat16 weight may be coded (coded.hpp): its panels are shorter, and its values the same. Or it may be held as
 // integers (integers.hpp): its panels are as short, and many rows take less time.
 //
@@ -14,6 +15,7 @@
 
 #include <stdlib.h>
 
+#include "int4.hpp"
 #include "integers.hpp"
 #include "panels.hpp"
 #include "scores.hpp"
@@ -22,16 +24,16 @@
 namespace {
 
 // A weight's layout in memory, as kernels/cpu_linear.py numbers it: in the units that are multiplied,
-// [panels][units][32]; in int8, [panels][num_inputs][32]; or encoded (coded.hpp, integers.hpp).
-enum class Form : int { kPlain, kInt8, kCoded, kIntegers };
+// [panels][units][32]; in int8, [panels][num_inputs][32]; or encoded (coded.hpp, integers.hpp, int4.hpp).
+enum class Form : int { kPlain, kInt8, kCoded, kIntegers, kInt4 };
 
 struct Linear {
-    Dtype dtype;          // of x, of the bias, of the weight unless it is int8, and of out unless it is widened
+    Dtype dtype;          // of x, of the bias, of the weight unless it is quantized, and of out unless it is widened
     const void* x;        // [num_rows][num_inputs], rows x_stride values apart
     int64_t x_stride;
     Form form;            // of the weight
     const void* weight;   // its panels
-    const float* scales;  // one per output, padded to whole panels, if it is int8 or integers; else null
+    const float* scales;  // one per output, padded to whole panels, if it is quantized or integers; else null
     const Exception* exceptions;  // if it is coded; else null
     const void* bias;     // one per output, or null
     void* out;            // [num_rows][num_outputs], or [num_outputs / 2] if gated; rows out_stride values apart
@@ -50,6 +52,7 @@ struct Linear {
         switch (form) {
             case Form::kCoded: return CodedPanel::bytes(num_inputs);
             case Form::kIntegers: return integer_panel_bytes(num_inputs);
+            case Form::kInt4: return int4_panel_bytes(num_inputs);
             case Form::kInt8: return (int64_t)num_inputs * kPanel;
             default: return (int64_t)num_inputs * kPanel * size_of(dtype);
         }
@@ -249,6 +252,8 @@ void run_panels(void* data, int thread) {
             const CodedPanel* panel = reinterpret_cast<const CodedPanel*>(at);
             decode_and_run(Coded{panel, a.exceptions + panel->first_exception});
 #if defined(INTEGERS)
+        } else if constexpr (kForm == Form::kInt4) {
+            decode_and_run(Int4Units{reinterpret_cast<const Int4Group*>(at)});
         } else {
             decode_and_run(IntegerUnits{reinterpret_cast<const IntegerPair*>(at)});
 #endif
@@ -286,6 +291,7 @@ LinearKernel choose_kernel(const Linear& a) {
     if (a.dtype == kFloat16) return choose_kernel_by<VectorPanels<InFloat32<Float16>>, Float16>(a);
 #if defined(INTEGERS)
     if (a.form == Form::kIntegers) return linear_kernel<IntegerPanels, Bfloat16, Form::kIntegers>;
+    if (a.form == Form::kInt4) return linear_kernel<IntegerPanels, Bfloat16, Form::kInt4>;
     if (a.form == Form::kInt8 && IntegerPanels::fits(a.num_inputs))
         return linear_kernel<IntegerPanels, Bfloat16, Form::kInt8>;
 #endif
