@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import cpu_linear, reference
 from kernels.batch_bounds import BatchBounds
-from kernels.cpu import CpuKernels, KernelsUnavailable, unit_of
+from kernels.cpu import INTEGER_LEVELS, CpuKernels, KernelsUnavailable, unit_of
 from kernels.cpu_decoder import CpuDecoder, DecoderLayer, DecoderShape
 from kernels.forms import FLOATS
 
@@ -39,6 +39,9 @@ class PackLinear(Protocol):
 _MOST_HEAD_DIM = 256
 _LEAST_CAPABILITY = (8, 0)
 
+# Products of 16-bit integers take inputs in as many as these (csrc/integer_rows.hpp).
+_INT4_INPUTS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Operations:
@@ -46,7 +49,9 @@ class Operations:
 
     Attributes:
         name: for the log.
+        int4_linear: None where there are no kernels for it.
         note: why it is not a faster one; empty if none is faster.
+        bytes_per_weight: of a weight of `linear`, if it is quantized; the head's may take more.
         reads_behind_context: whether attention reads slots past a row's context and then masks them, so that a block
             that a sequence begins to use must hold finite values.
         decoder: makes one call of all layers of a decoder like Llama's, or returns None if it cannot for these; None:
@@ -58,6 +63,7 @@ class Operations:
     name: str
     linear: PackLinear
     int8_linear: PackLinear
+    int4_linear: PackLinear | None
     reshape_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     rotate_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     paged_attention: _Attention
@@ -69,6 +75,7 @@ class Operations:
     normalizers_and_best: NormalizersAndBest
     sample_tokens: SampleTokens
     note: str = ""
+    bytes_per_weight: float | None = None
     reads_behind_context: bool = False
     recordable: bool = False
     decoder: Callable[[DecoderShape, Sequence[DecoderLayer], Tensor], CpuDecoder | None] | None = None
@@ -139,6 +146,7 @@ def triton_kernels() -> Operations:
         name=f"cuda: Triton {'.'.join(version.split('.')[:2])}",
         linear=activation.linear,
         int8_linear=reference.int8_linear,
+        int4_linear=None,
         reshape_and_cache=reshape_and_cache.reshape_and_cache,
         rotate_and_cache=reshape_and_cache.rotate_and_cache,
         paged_attention=paged_attention.paged_attention,
@@ -160,6 +168,7 @@ def cpp(kernels: CpuKernels) -> Operations:
         name=f"cpu: C++ {kernels.level}",
         linear=partial(_linear_on_cpu, kernels),
         int8_linear=partial(_int8_linear_on_cpu, kernels),
+        int4_linear=partial(_int4_linear_on_cpu, kernels) if kernels.level in INTEGER_LEVELS else None,
         reshape_and_cache=kernels.reshape_and_cache,
         rotate_and_cache=kernels.rotate_and_cache,
         paged_attention=kernels.paged_attention,
@@ -178,6 +187,7 @@ def torch_reference(note: str = "") -> Operations:
         name="reference",
         linear=_torch_linear,
         int8_linear=reference.int8_linear,
+        int4_linear=reference.int4_linear,
         reshape_and_cache=reference.reshape_and_cache,
         rotate_and_cache=reference.rotate_and_cache,
         paged_attention=reference.paged_attention,
@@ -209,6 +219,15 @@ def _int8_linear_on_cpu(
     return kernels.int8_linear(weight, bias, widened=widened, gated=gated)
 
 
+def _int4_linear_on_cpu(
+    kernels: CpuKernels, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
+) -> LinearLayer:
+    packed = None
+    if cpu_linear.takes(weight, gated=gated):
+        packed = kernels.int4_linear(weight, bias, widened=widened, gated=gated)
+    return packed or reference.int4_linear(weight, bias, widened=widened, gated=gated)
+
+
 def _torch_linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> LinearLayer:
     return _linear_by_torch(reference.silu_and_mul, weight, bias, widened=widened, gated=gated)
 
@@ -222,4 +241,25 @@ def _linear_by_torch(
 
 def with_int8_weights(operations: Operations) -> Operations:
     """The same operations, except that linear layers made by them have 8-bit weights."""
-    return replace(operations, name=f"{operations.name}, int8 weights", linear=operations.int8_linear)
+    name = f"{operations.name}, int8 weights"
+    return replace(operations, name=name, linear=operations.int8_linear, bytes_per_weight=1.0)
+
+
+def with_int4_weights(operations: Operations) -> Operations:
+    """The same operations, except that linear layers made by them have 4-bit weights.
+
+    The head keeps 8 bits, since it decides every token, and so does a weight whose inputs no kernel takes in 4.
+
+    Raises:
+        ValueError: there are no kernels for them.
+    """
+    in_4_bits, in_8_bits = operations.int4_linear, operations.int8_linear
+    if in_4_bits is None:
+        raise ValueError(f"no kernels of {operations.name} take weights of 4 bits")
+
+    def linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> LinearLayer:
+        pack = in_8_bits if widened or weight.shape[1] % _INT4_INPUTS else in_4_bits
+        return pack(weight, bias, widened=widened, gated=gated)
+
+    # A step and a base of 8 bits for 32 weights.
+    return replace(operations, name=f"{operations.name}, int4 weights", linear=linear, bytes_per_weight=0.5 + 2 / 32)

@@ -61,6 +61,8 @@ _GATE = (c_int, c_void_p, c_void_p, c_int64, c_int64, *_THREADS)
 
 # Levels at which the time to decode a weight hides behind that of reading it.
 _CODING_LEVELS = ("avx2", "avx512", "avx512_bf16", "amx_bf16", "amx_model")
+# Levels that multiply bfloat16 as integers of 16 bits, see csrc/integers.hpp.
+INTEGER_LEVELS = ("avx2", "avx512", "avx512_bf16")
 # Levels with dot products of 8 bits.
 SCREENING_LEVELS = ("avx512", "avx512_bf16")
 

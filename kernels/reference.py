@@ -28,8 +28,8 @@ from kernels.batch_bounds import BatchBounds
 from kernels.draws import sample_tokens as sample_tokens
 from kernels.forms import check_attention, check_dtypes, check_reach, check_slots, check_swap, form
 
-# Inputs of a group in 4 bits, see `Int4`; and the largest mean size of its integers, so that a product of 16-bit integers
-# (csrc/integers.hpp) can add up ten groups in 32 bits, whatever they are multiplied by.
+# Inputs of a group in 4 bits, see `Int4`; and the largest mean size of its integers, so that products of integers
+# (csrc/integers.hpp) add up ten groups in 32 bits, whatever they are multiplied by.
 INT4_GROUP = 32
 _INT4_MOST_MEAN = 750
 
@@ -299,7 +299,9 @@ def linear_finish(
     return Tensor.float if widened else silu_and_mul if gated else None
 
 
-def int8_linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> "QuantizedLinear":
+def int8_linear(
+    weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
+) -> "QuantizedLinear":
     """`linear` with each weight as an integer from -127 to 127 times one factor for each output.
 
     The input is not quantized, so an output depends on nothing else in its batch, and weights take half the memory of
@@ -343,7 +345,9 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales[:, None]).round_().to(torch.int8), scales
 
 
-def int4_linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> "QuantizedLinear":
+def int4_linear(
+    weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
+) -> "QuantizedLinear":
     """`linear` with weights of 4 bits, see `Int4`; its inputs come in groups of 32. Otherwise like `int8_linear`."""
     return QuantizedLinear(Int4.of(weight).values(), weight.dtype, bias, widened=widened, gated=gated)
 
@@ -351,8 +355,8 @@ def int4_linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, g
 class Int4(NamedTuple):
     """A weight of which each 32 inputs of an output are codes of 4 bits, with a step and a base of their own.
 
-    A value is scale * (step * code + 8 * base). Codes go from the least to the largest value, as in llama.cpp's Q4_1, but
-    steps and bases are integers too.
+    A value is scale * (step * code + 8 * base). Codes go from the least to the largest value, as in llama.cpp's Q4_1,
+    but steps and bases are integers too.
 
     Attributes:
         codes: 0 to 15, [num_outputs, num_inputs] uint8.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.choice import Operations, with_int8_weights
+from kernels.choice import Operations, with_int4_weights, with_int8_weights
 from kernels.cpu import pin_threads
 from protos.worker_pb2 import GetInfoResponse
 from worker.cache_engine import CacheEngine, CacheShape
@@ -87,7 +87,7 @@ def load_worker(
         block_size=settings.block_size,
         context_length=settings.max_model_len,
         cache_dtype=cache_dtype,
-        wrap=choose_quantization(settings, device),
+        wrap=choose_quantization(settings, device, dtype),
         ranks=ranks,
     )
     operations = model.operations
@@ -151,17 +151,41 @@ def prepare_device(settings: WorkerSettings, host: Host = WHOLE_HOST) -> torch.d
     return torch.device("cpu")
 
 
-def choose_quantization(settings: WorkerSettings, device: torch.device) -> Callable[[Operations], Operations] | None:
+def choose_quantization(
+    settings: WorkerSettings, device: torch.device, dtype: torch.dtype
+) -> Callable[[Operations], Operations] | None:
     """Returns what turns a model's operations into those that the settings ask for; None if they need no change.
 
+    What is returned raises ModelError if the quantization is not built for this CPU.
+
+    Args:
+        settings: of the worker.
+        device: of the model.
+        dtype: of the model.
+
     Raises:
-        ModelError: the quantization is not built for the device.
+        ModelError: it is not built for the device, or the dtype.
     """
     if settings.quantization == "none":
         return None
     if device.type != "cpu":
         raise ModelError(f"--quantization {settings.quantization} is for CPUs, not {device.type}: leave it out")
-    return with_int8_weights
+    if settings.quantization == "int8":
+        return with_int8_weights
+    if dtype != torch.bfloat16:
+        raise ModelError(
+            f"--quantization int4 is for bfloat16, not {dtype_name(dtype)}: take int8, or --dtype bfloat16"
+        )
+
+    def in_4_bits(operations: Operations) -> Operations:
+        try:
+            return with_int4_weights(operations)
+        except ValueError as problem:
+            raise ModelError(
+                f"--quantization int4 needs AVX2 or AVX-512, and no AMX: take int8 ({problem})"
+            ) from problem
+
+    return in_4_bits
 
 
 def warm_up(

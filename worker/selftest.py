@@ -204,7 +204,7 @@ def _model(
     switches: list[Switch] = []
 
     def wrap(chosen: Operations) -> Operations:
-        quantize = choose_quantization(settings, device)
+        quantize = choose_quantization(settings, device, dtype)
         switches.append(Switch(quantize(chosen) if quantize else chosen))
         return switches[0].operations
 

@@ -95,7 +95,7 @@ def check_files(directory: Path) -> None:
         _names(path)
 
 
-def check_memory(directory: Path, value_bytes: int, num_ranks: int) -> None:
+def check_memory(directory: Path, value_bytes: float, num_ranks: int) -> None:
     """Refuses weights that cannot be held by a CPU's memory before they are read: the system would kill this process.
 
     Args:
@@ -113,8 +113,8 @@ def check_memory(directory: Path, value_bytes: int, num_ranks: int) -> None:
     if most_bytes is not None and least_bytes > most_bytes:
         raise ModelError(
             f"the weights of {directory} take {in_words(least_bytes)} of memory or more, and {in_words(most_bytes)} "
-            "are left with all swap space: take a narrower --dtype, --quantization int8 or a smaller model, or end "
-            "what else uses memory"
+            "are left with all swap space: take a narrower --dtype, --quantization int8 or int4, or a smaller model, "
+            "or end what else uses memory"
         )
 
 

@@ -426,8 +426,8 @@ def _prove(
     except Exception as error:  # see `_read_config`
         raise UnsupportedModel(f"it fails on the paged cache: {_first_line(error)}") from error
     _check_calls(whole.config.get_text_config(), numbers, step.windows)
-    # 8-bit weights are meant to give other logits, and very different ones where they lead to another expert.
-    for logits in (plain,) if operations.linear is operations.int8_linear else (plain, packed):
+    # Quantized weights are meant to give other logits, and very different ones where they lead to another expert.
+    for logits in (plain,) if operations.bytes_per_weight is not None else (plain, packed):
         error_share = ((logits - expected).norm() / expected.norm()).item()
         if not error_share < tolerance:
             raise UnsupportedModel(f"its logits on the paged cache are off by {error_share:.1%} from eager attention's")

@@ -147,8 +147,7 @@ def load_model(
             numbers = _untied_if_they_differ(numbers, directory, architecture.embedding)
             operations = choose_operations(numbers.head_dim)
             if device.type == "cpu":
-                is_int8 = operations.linear is operations.int8_linear
-                check_memory(directory, 1 if is_int8 else dtype.itemsize, ranks.place.size)
+                check_memory(directory, operations.bytes_per_weight or dtype.itemsize, ranks.place.size)
             with memory_for_weights(directory):
                 model = architecture.model(numbers, operations=operations, dtype=dtype, device=device, ranks=ranks)
                 return _fill(model, directory)
