@@ -327,6 +327,7 @@ def test_the_name_of_a_peer_selects_all_its_variants_and_that_of_a_variant_only_
         "openvino-lookup",
         "pagewire-int8",
         "pagewire-int8-plain",
+        "pagewire-int4",
         "openvino-int8",
         "openvino-int8-lookup",
     ]

@@ -48,10 +48,10 @@ DECODES = [(1, 1), (1, 17), (1, 300), (1, 64)]
 MIXED = [(5, 5), (1, 40), (70, 90), (1, 200), (16, 129)]
 
 
-def build_model(config=CONFIG, dtype=torch.bfloat16, level=None, *, is_quantized=False):
+def build_model(config=CONFIG, dtype=torch.bfloat16, level=None, *, quantize=None):
     operations = choice.cpp(CpuKernels(level))
-    if is_quantized:
-        operations = choice.with_int8_weights(operations)
+    if quantize is not None:
+        operations = quantize(operations)
     model = LlamaForCausalLM(config, operations=operations, dtype=dtype, device=CPU)
     generator = torch.Generator().manual_seed(0)
     for piece in model.pieces():
@@ -114,9 +114,12 @@ def test_layers_at_once_give_the_bits_of_layers_one_by_one(level, rows, dtype):
 @pytest.mark.parametrize(
     "changes", [QWEN3, BIASED, QWEN3 | BIASED, BY_64], ids=["head norms", "biases", "both", "by 64"]
 )
-@pytest.mark.parametrize("is_quantized", [False, True])
-def test_head_norms_biases_and_8_bit_weights_give_the_same_bits_too(changes, is_quantized):
-    model = build_model(replace(CONFIG, **changes), is_quantized=is_quantized)
+@pytest.mark.parametrize("quantize", [None, choice.with_int8_weights, choice.with_int4_weights])
+def test_head_norms_biases_and_quantized_weights_give_the_same_bits_too(changes, quantize):
+    operations = choice.cpp(CpuKernels())
+    if quantize is choice.with_int4_weights and operations.int4_linear is None:
+        pytest.skip("this CPU has no products of 4 bits")
+    model = build_model(replace(CONFIG, **changes), quantize=quantize)
     (hidden, caches), (expected, expected_caches) = both(model, MIXED)
     assert hidden.equal(expected)
     assert caches.equal(expected_caches)

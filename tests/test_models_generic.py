@@ -13,7 +13,7 @@ from torch import nn
 from worker_fakes import tiny_runner
 
 from bench.in_process import make_runner
-from kernels.choice import with_int8_weights
+from kernels.choice import with_int4_weights, with_int8_weights
 from worker.checkpoint import ModelError, UnsupportedModel, read_config
 from worker.models import generic
 from worker.models.generic import GenericForCausalLM
@@ -204,10 +204,11 @@ def test_a_head_may_hand_on_whatever_else_its_layers_give(tmp_path, config, numb
     assert_alike(ours(runner), theirs(model))
 
 
+@pytest.mark.parametrize("quantize", [with_int8_weights, with_int4_weights])
 @pytest.mark.parametrize("case", ["phi3", "mixtral"])
-def test_weights_of_8_bits_are_no_fault_of_the_architecture(tmp_path, case):
+def test_quantized_weights_are_no_fault_of_the_architecture(tmp_path, case, quantize):
     directory = save(make(case), tmp_path)
-    served = load_model(directory, read_config(directory), torch.float32, CPU, wrap=with_int8_weights)
+    served = load_model(directory, read_config(directory), torch.float32, CPU, wrap=quantize)
     assert not [module for module in served._whole.modules() if type(module) is nn.Linear]
     assert not [module for module in served._layers.modules() if type(module) is nn.Linear]
     found = ours(make_runner(served, num_blocks=64, block_size=16, dtype=torch.float32, device=CPU)[0])

@@ -47,7 +47,8 @@ class Variant:
 
 
 _ONE_STREAM = ("w1",)
-_INT8, _NO_LOOKUP = "worker.quantization=int8", "scheduler.num-speculative-tokens=0"
+_INT8, _INT4 = "worker.quantization=int8", "worker.quantization=int4"
+_NO_LOOKUP = "scheduler.num-speculative-tokens=0"
 _VLLM = _LIMITS | {"max_model_len": 2048}
 _LLAMACPP = {"kv_tokens": 32768, "slots": 32}
 _STATIC = {"batching": "static"}
@@ -95,6 +96,8 @@ VARIANTS = (
         options={"settings": [_INT8, _NO_LOOKUP]},
         tests=_ONE_STREAM,
     ),
+    # It stands beside the others: the row's goal is for the variant of 8 bits.
+    Variant("pagewire-int4", OURS, Precision.QUANTIZED, options={"settings": [_INT4]}, tests=_ONE_STREAM),
     Variant("openvino-int8", "openvino", Precision.QUANTIZED, "openvino-int8", _LIMITS, _ONE_STREAM),
     Variant(
         "openvino-int8-lookup",
