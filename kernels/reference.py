@@ -32,6 +32,8 @@ from kernels.forms import check_attention, check_dtypes, check_reach, check_slot
 # (csrc/integers.hpp) add up ten groups in 32 bits, whatever they are multiplied by.
 INT4_GROUP = 32
 _INT4_MOST_MEAN = 750
+# Of a weight that is quantized, so that what is in float32 meanwhile stays small.
+_VALUES_AT_ONCE = 1 << 21
 
 
 def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -339,10 +341,21 @@ class QuantizedLinear:
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Integers from -127 to 127, [num_outputs, num_inputs] int8, and each output's factor, [num_outputs] float32."""
-    weight = weight.float()
-    largest = weight.abs().amax(1)
-    scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
-    return (weight / scales[:, None]).round_().to(torch.int8), scales
+
+    def of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+        rows = rows.float()
+        largest = rows.abs().amax(1)
+        scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
+        return (rows / scales[:, None]).round_().to(torch.int8), scales
+
+    integers, scales = _some_rows_at_a_time(of_rows, weight)
+    return integers, scales
+
+
+def _some_rows_at_a_time(of_rows: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> list[Tensor]:
+    """What rows of a weight are rounded to, which takes several copies of them in float32."""
+    rows = weight.split(max(1, _VALUES_AT_ONCE // max(1, weight.shape[1])))
+    return [torch.cat(parts) for parts in zip(*map(of_rows, rows), strict=True)]
 
 
 def int4_linear(
@@ -377,10 +390,13 @@ class Int4(NamedTuple):
         Raises:
             ValueError: its inputs do not come in groups of 32.
         """
-        num_outputs, num_inputs = weight.shape
-        if num_inputs % INT4_GROUP != 0:
+        if weight.shape[1] % INT4_GROUP != 0:
             raise ValueError(f"weight {form(weight)} has no groups of {INT4_GROUP} inputs")
-        groups = weight.float().view(num_outputs, -1, INT4_GROUP)
+        return cls(*_some_rows_at_a_time(cls._of_rows, weight))
+
+    @classmethod
+    def _of_rows(cls, rows: Tensor) -> "Int4":
+        groups = rows.float().view(len(rows), -1, INT4_GROUP)
         least, most = groups.amin(2), groups.amax(2)
         scales = torch.maximum(
             torch.maximum((most - least).amax(1) / (15 * 127), least.abs().amax(1) / (8 * 127)),
@@ -391,7 +407,7 @@ class Int4(NamedTuple):
         bases = (least / scales[:, None] / 8).floor_()
         steps = ((most / scales[:, None] - 8 * bases) / 15).round_().clamp_(1, 127)
         codes = ((integers - 8 * bases[:, :, None]) / steps[:, :, None]).round_().clamp_(0, 15)
-        return cls(codes.to(torch.uint8).view(weight.shape), steps.to(torch.int8), bases.to(torch.int8), scales)
+        return cls(codes.to(torch.uint8).view(rows.shape), steps.to(torch.int8), bases.to(torch.int8), scales)
 
     def values(self) -> Tensor:
         """The values, [num_outputs, num_inputs] float32."""

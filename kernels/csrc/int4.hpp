@@ -14,8 +14,8 @@ namespace {
 struct Int4Group {
     static constexpr int kInputs = 32, kUnits = kInputs / 2, kBaseSteps = 8;
 
-    int8_t terms[kPanel][2];  // of each output: its step and its base, in the order in which a code comes first or last
-    uint8_t codes[kUnits / 2][2 * kPanel];  // placed like those of an IntegerPair
+    int8_t terms[kPanel][2];  // each output's step and base; base and step if its codes are in odd bytes
+    uint8_t codes[kUnits / 2][2 * kPanel];  // placed as in an IntegerPair
 };
 
 static_assert(sizeof(Int4Group) == 576, "kernels/cpu_linear.py counts on it");
