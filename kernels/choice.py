@@ -39,9 +39,6 @@ class PackLinear(Protocol):
 _MOST_HEAD_DIM = 256
 _LEAST_CAPABILITY = (8, 0)
 
-# Products of 16-bit integers take inputs in as many as these (csrc/integer_rows.hpp).
-_INT4_INPUTS = 64
-
 
 @dataclass(frozen=True, slots=True)
 class Operations:
@@ -248,17 +245,16 @@ def with_int8_weights(operations: Operations) -> Operations:
 def with_int4_weights(operations: Operations) -> Operations:
     """The same operations, except that linear layers made by them have 4-bit weights.
 
-    The head keeps 8 bits, since it decides every token, and so does a weight whose inputs no kernel takes in 4.
+    The head keeps 8 bits, since it decides every token, and so does a weight whose inputs do not come in 64s.
 
-    Raises:
-        ValueError: there are no kernels for them.
+    Args:
+        operations: with an `int4_linear`.
     """
     in_4_bits, in_8_bits = operations.int4_linear, operations.int8_linear
-    if in_4_bits is None:
-        raise ValueError(f"no kernels of {operations.name} take weights of 4 bits")
+    assert in_4_bits is not None, "no kernels for it"
 
     def linear(weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False) -> LinearLayer:
-        pack = in_8_bits if widened or weight.shape[1] % _INT4_INPUTS else in_4_bits
+        pack = in_8_bits if widened or weight.shape[1] % cpu_linear.INTEGER_INPUTS else in_4_bits
         return pack(weight, bias, widened=widened, gated=gated)
 
     # A step and a base of 8 bits for 32 weights.

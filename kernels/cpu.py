@@ -340,9 +340,11 @@ class CpuKernels:
         self, weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
     ) -> CpuLinear | None:
         """See `reference.int4_linear`; None for weights that are not multiplied as integers (`csrc/integers.hpp`)."""
-        ordered = in_order(weight, gated=gated)
-        panels = packed_as_int4(self._pack_as_int4, ordered) if weight.dtype == torch.bfloat16 else None
-        return None if panels is None else self._pack(weight, bias, panels, widened=widened, gated=gated)
+        is_bfloat16, num_inputs = weight.dtype == torch.bfloat16, weight.shape[1]
+        if self.level not in INTEGER_LEVELS or not is_bfloat16 or num_inputs % cpu_linear.INTEGER_INPUTS != 0:
+            return None
+        panels = packed_as_int4(self._pack_as_int4, in_order(weight, gated=gated))
+        return self._pack(weight, bias, panels, widened=widened, gated=gated)
 
     def _pack(self, weight: Tensor, bias: Tensor | None, panels: Panels, *, widened: bool, gated: bool) -> CpuLinear:
         if widened and gated:

@@ -1,9 +1,10 @@
 """Linear layers in C++: weights packed once, in the layout that `csrc/linear.hpp` reads, and their products.
 
 A weight is packed in panels of 32 outputs: [panel, inputs / unit, 32] units of 2 bfloat16, or of 1 value of another
-dtype; int8 as [panel, inputs, 32]; bfloat16 as integers, with AVX2 but no tile registers and if the weight allows it,
-as `csrc/integers.hpp` says, or coded, if few values are exceptions, as `csrc/coded.hpp` says. The last panel is padded
-with zeros. If the layer is gated, a panel is 16 gates and the 16 values that they gate.
+dtype; int8 as [panel, inputs, 32]; 4 bits as `csrc/int4.hpp` says; bfloat16 as integers, with AVX2 but no tile
+registers and if the weight allows it, as `csrc/integers.hpp` says, or coded, if few values are exceptions, as
+`csrc/coded.hpp` says. The last panel is padded with zeros. If the layer is gated, a panel is 16 gates and the 16 values
+that they gate.
 """
 
 import enum
@@ -19,8 +20,10 @@ from kernels.forms import form
 from kernels.reference import INT4_GROUP, Int4, quantized
 
 _PANEL = 32
-# The bytes of CodedPanel and CodedPair in csrc/coded.hpp, of IntegerPair in csrc/integers.hpp, and of ScreenPanel in
-# csrc/screening.hpp; and of Int4Group in csrc/int4.hpp.
+# Products of 16-bit integers take inputs by as many as these (csrc/integer_rows.hpp).
+INTEGER_INPUTS = 64
+# The bytes of CodedPanel and CodedPair in csrc/coded.hpp, of IntegerPair in csrc/integers.hpp, of ScreenPanel in
+# csrc/screening.hpp, and of Int4Group in csrc/int4.hpp.
 _CODED_HEAD, _CODED_PAIR, _INTEGER_PAIR, _SCREEN_HEAD, _INT4_GROUP_BYTES = 64, 192, 192, 128, 576
 # An exception takes 8 bytes and some nanoseconds: with more than one in this many values, coding would not pay.
 _FEWEST_PER_EXCEPTION = 256
@@ -229,22 +232,20 @@ def packed_as_int8(weight: Tensor) -> Panels:
     return Panels(Form.INT8, panels, scales=_of_whole_panels(scales))
 
 
-def packed_as_int4(pack: Callable[..., int], weight: Tensor) -> Panels | None:
-    """Quantizes and packs a bfloat16 weight that is `in_order`; None if it is not multiplied as integers.
+def packed_as_int4(pack: Callable[..., int], weight: Tensor) -> Panels:
+    """Quantizes and packs a bfloat16 weight that is `in_order`.
 
     Args:
-        pack: the library's function, with its threads.
-        weight: [num_outputs, num_inputs].
+        pack: the library's function, with its threads, of a level with integers.
+        weight: [num_outputs, num_inputs], with inputs by `INTEGER_INPUTS`.
     """
     num_outputs, num_inputs = weight.shape
-    if num_inputs % INT4_GROUP != 0:
-        return None
     codes, steps, bases, scales = Int4.of(weight)
     num_panels = -(-num_outputs // _PANEL)
     values = torch.empty(num_panels, num_inputs // INT4_GROUP, _INT4_GROUP_BYTES, dtype=torch.uint8)
     addresses = (each.data_ptr() for each in (codes, steps, bases, values))
-    if not pack(*addresses, num_outputs, num_inputs):
-        return None
+    packed = pack(*addresses, num_outputs, num_inputs)
+    assert packed, "this level has no integers"
     return Panels(Form.INT4, values, scales=_of_whole_panels(scales))
 
 

@@ -28,11 +28,12 @@ from kernels.batch_bounds import BatchBounds
 from kernels.draws import sample_tokens as sample_tokens
 from kernels.forms import check_attention, check_dtypes, check_reach, check_slots, check_swap, form
 
-# Inputs of a group in 4 bits, see `Int4`; and the largest mean size of its integers, so that products of integers
-# (csrc/integers.hpp) add up ten groups in 32 bits, whatever they are multiplied by.
-INT4_GROUP = 32
+# In 4 bits, see `Int4`: inputs of a group, the largest code and step, and what a base is multiplied by.
+INT4_GROUP, _MOST_CODE, _MOST_STEP, _BASE_UNIT = 32, 15, 127, 8
+# The largest mean size of a group's integers: ten groups' products with integers up to 8191 add up to less than 2^31
+# (csrc/integers.hpp) if it is below 819, and rounding adds half a step to each.
 _INT4_MOST_MEAN = 750
-# Of a weight that is quantized, so that what is in float32 meanwhile stays small.
+# Values that are rounded at once, since this takes several copies of them in float32.
 _VALUES_AT_ONCE = 1 << 21
 
 
@@ -345,7 +346,7 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     def of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
         rows = rows.float()
         largest = rows.abs().amax(1)
-        scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
+        scales = torch.where(largest == 0, torch.ones_like(largest), largest / 127)
         return (rows / scales[:, None]).round_().to(torch.int8), scales
 
     integers, scales = _some_rows_at_a_time(of_rows, weight)
@@ -353,8 +354,8 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _some_rows_at_a_time(of_rows: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> list[Tensor]:
-    """What rows of a weight are rounded to, which takes several copies of them in float32."""
-    rows = weight.split(max(1, _VALUES_AT_ONCE // max(1, weight.shape[1])))
+    """What the rows of a weight are rounded to."""
+    rows = weight.split(max(1, _VALUES_AT_ONCE // weight.shape[1]))
     return [torch.cat(parts) for parts in zip(*map(of_rows, rows), strict=True)]
 
 
@@ -369,7 +370,7 @@ class Int4(NamedTuple):
     """A weight of which each 32 inputs of an output are codes of 4 bits, with a step and a base of their own.
 
     A value is scale * (step * code + 8 * base). Codes go from the least to the largest value, as in llama.cpp's Q4_1,
-    but steps and bases are integers too.
+    but steps and bases are integers too. If a value of an output is not finite, its scale is not.
 
     Attributes:
         codes: 0 to 15, [num_outputs, num_inputs] uint8.
@@ -399,20 +400,20 @@ class Int4(NamedTuple):
         groups = rows.float().view(len(rows), -1, INT4_GROUP)
         least, most = groups.amin(2), groups.amax(2)
         scales = torch.maximum(
-            torch.maximum((most - least).amax(1) / (15 * 127), least.abs().amax(1) / (8 * 127)),
-            groups.abs().sum(2).amax(1) / (INT4_GROUP * _INT4_MOST_MEAN),
+            (most - least).amax(1) / (_MOST_CODE * _MOST_STEP), least.abs().amax(1) / (_BASE_UNIT * 127)
         )
-        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-        integers = groups / scales[:, None, None]
-        bases = (least / scales[:, None] / 8).floor_()
-        steps = ((most / scales[:, None] - 8 * bases) / 15).round_().clamp_(1, 127)
-        codes = ((integers - 8 * bases[:, :, None]) / steps[:, :, None]).round_().clamp_(0, 15)
+        scales = torch.maximum(scales, groups.abs().mean(2).amax(1) / _INT4_MOST_MEAN)
+        scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+        bases = (least / scales[:, None] / _BASE_UNIT).floor_()
+        steps = (most / scales[:, None] - _BASE_UNIT * bases).div_(_MOST_CODE).round_().clamp_(1, _MOST_STEP)
+        codes = (groups / scales[:, None, None] - _BASE_UNIT * bases[:, :, None]) / steps[:, :, None]
+        codes = codes.round_().clamp_(0, _MOST_CODE)
         return cls(codes.to(torch.uint8).view(rows.shape), steps.to(torch.int8), bases.to(torch.int8), scales)
 
     def values(self) -> Tensor:
         """The values, [num_outputs, num_inputs] float32."""
         codes = self.codes.view(*self.steps.shape, INT4_GROUP).float()
-        integers = self.steps[:, :, None] * codes + 8 * self.bases[:, :, None].float()
+        integers = self.steps[:, :, None] * codes + _BASE_UNIT * self.bases[:, :, None].float()
         return integers.view(self.codes.shape) * self.scales[:, None]
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 torch = pytest.importorskip("torch")
+from kernels import reference  # noqa: E402
 from kernels.choice import cpp, torch_reference, with_int4_weights  # noqa: E402
 from kernels.cpu import INTEGER_LEVELS, CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
 from kernels.cpu_linear import Form  # noqa: E402
@@ -114,7 +115,20 @@ def test_by_torch_the_head_keeps_8_bits_too():
     assert operations.linear(weight, None, widened=True)(x).equal(int8_linear(weight, None, widened=True)(x))
 
 
-@pytest.mark.skipif(not LEVELS, reason="no level with integers")
-def test_kernels_without_products_of_integers_refuse_them():
-    with pytest.raises(ValueError, match=r"no kernels of cpu: C\+\+ portable take weights of 4 bits"):
-        with_int4_weights(cpp(CpuKernels("portable")))
+@pytest.mark.skipif(not LEVELS, reason="the C++ kernels were not built")
+def test_levels_without_products_of_integers_do_without():
+    assert cpp(CpuKernels("portable")).int4_linear is None
+    assert CpuKernels("portable").int4_linear(random(32, 192), None) is None
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["int4_linear", "int8_linear"])
+@pytest.mark.parametrize("level", ["twin", *LEVELS])
+def test_an_output_with_a_weight_that_is_not_finite_is_not_either(level, name, value):
+    weight = random(3, 64)
+    weight[1, 5] = value
+    layer = getattr(reference if level == "twin" else CpuKernels(level), name)(weight, None, widened=True)
+    for num_rows in (1, 13):
+        found = layer(random(num_rows, 64, seed=1))
+        assert not found[:, 1].isfinite().any()
+        assert found[:, [0, 2]].isfinite().all()

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from kernels import build, choice, cpu  # noqa: E402
-from kernels.cpu import CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
+from kernels.cpu import INTEGER_LEVELS, CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
 from kernels.cpu_linear import CpuLinear, Form  # noqa: E402
 from kernels.reference import PlainLinear, int8_linear, linear, quantized  # noqa: E402
 
@@ -12,8 +12,6 @@ try:
     LEVELS = [*runnable_levels(), *build.MODELS]
 except KernelsUnavailable:
     LEVELS = []
-# Where bfloat16 is multiplied as integers.
-INTEGER_LEVELS = [level for level in LEVELS if level in ("avx2", "avx512", "avx512_bf16")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # For rounding of the result, and for sums in another order, in proportion to the sum of what is added.
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}

@@ -13,7 +13,8 @@ from torch import nn
 from worker_fakes import tiny_runner
 
 from bench.in_process import make_runner
-from kernels.choice import with_int4_weights, with_int8_weights
+from kernels.choice import choose, with_int4_weights, with_int8_weights
+from kernels.cpu_linear import Form
 from worker.checkpoint import ModelError, UnsupportedModel, read_config
 from worker.models import generic
 from worker.models.generic import GenericForCausalLM
@@ -112,7 +113,7 @@ def test_products_in_bfloat16_are_packed_and_say_the_same(tmp_path, monkeypatch,
     directory = save(make(case), tmp_path)
     packed = served_by(directory, torch.bfloat16)
     assert not [module for module in packed._whole.modules() if type(module) is nn.Linear]
-    monkeypatch.setattr(generic, "_pack", lambda plain, operations: None)
+    monkeypatch.setattr(generic, "_pack", lambda *_, is_head: None)
     plain = served_by(directory, torch.bfloat16)
     found, expected = (
         ours(start_runner(model, num_blocks=64, block_size=4).runner, num_tokens=1) for model in (packed, plain)
@@ -204,14 +205,30 @@ def test_a_head_may_hand_on_whatever_else_its_layers_give(tmp_path, config, numb
     assert_alike(ours(runner), theirs(model))
 
 
-@pytest.mark.parametrize("quantize", [with_int8_weights, with_int4_weights])
 @pytest.mark.parametrize("case", ["phi3", "mixtral"])
-def test_quantized_weights_are_no_fault_of_the_architecture(tmp_path, case, quantize):
+def test_weights_of_8_bits_are_no_fault_of_the_architecture(tmp_path, case):
     directory = save(make(case), tmp_path)
-    served = load_model(directory, read_config(directory), torch.float32, CPU, wrap=quantize)
+    served = load_model(directory, read_config(directory), torch.float32, CPU, wrap=with_int8_weights)
     assert not [module for module in served._whole.modules() if type(module) is nn.Linear]
     assert not [module for module in served._layers.modules() if type(module) is nn.Linear]
     found = ours(make_runner(served, num_blocks=64, block_size=16, dtype=torch.float32, device=CPU)[0])
+    assert [len(generation) for generation in found] == [NUM_TOKENS] * len(PROMPTS)
+
+
+def test_layers_have_weights_of_4_bits_and_the_head_keeps_8(tmp_path):
+    import transformers
+
+    operations = choose(CPU, torch.bfloat16, head_dim=16, block_size=16)
+    if operations.note or operations.int4_linear is None:
+        pytest.skip("this CPU has no products of 4 bits")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+    model = tiny_model(transformers.Phi3Config(**(NUMBERS | {"tie_word_embeddings": False} | sizes)))
+    directory = save(model, tmp_path)
+    served = load_model(directory, read_config(directory), torch.bfloat16, CPU, wrap=with_int4_weights)
+    assert served._whole.lm_head._product.form is Form.INT8
+    packed = [module for module in served._layers.modules() if isinstance(module, generic._Packed)]
+    assert {module._product.form for module in packed} == {Form.INT4}
+    found = ours(make_runner(served, num_blocks=64, block_size=16, dtype=torch.bfloat16, device=CPU)[0])
     assert [len(generation) for generation in found] == [NUM_TOKENS] * len(PROMPTS)
 
 

@@ -94,12 +94,15 @@ def test_a_worker_on_a_cpu_does_not_import_triton():
 def test_an_operation_has_the_parameters_of_its_twin(implementation, name):
     if implementation == "cpp" and not build.LIBRARY.exists():
         pytest.skip("the C++ kernels are not built: no compiler when this was installed")
-    ours = inspect.signature(getattr(IMPLEMENTATIONS[implementation](), name)).parameters
+    operation = getattr(IMPLEMENTATIONS[implementation](), name)
+    if operation is None:
+        pytest.skip("there are no kernels for it")
+    ours = inspect.signature(operation).parameters
     twins = inspect.signature(getattr(reference, name)).parameters
     assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in twins.values()]
 
 
 def test_every_operation_has_a_twin():
     # The twin of `decoder` is the model, which calls the other operations.
-    told = {"name", "note", "reads_behind_context", "recordable", "decoder"}
+    told = {"name", "note", "reads_behind_context", "recordable", "decoder", "bytes_per_weight"}
     assert {field.name for field in fields(choice.Operations)} - told == set(OPERATIONS)

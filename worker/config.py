@@ -42,8 +42,9 @@ class WorkerSettings(ServerTlsSettings):
     dtype: DtypeName = Field("auto", description="of weights and all that is computed; auto is the checkpoint's own")
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="int8 keeps the weights of linear layers in 8 bits, a factor for each output; int4 in 4.5 bits, a "
-        "step and a base for each 32 inputs, and the head in 8; for CPUs",
+        description="int8 keeps the weights of linear layers in 8 bits, a factor for each output; for CPUs. int4 keeps "
+        "them in 4.5, a step and a base for each 32 inputs, but the head and layers without 64s of inputs in 8; for "
+        "bfloat16 on CPUs with AVX2 or AVX-512, without AMX",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="most tokens of a sequence, prompt and output; without it, what the model was made for"

@@ -178,12 +178,11 @@ def choose_quantization(
         )
 
     def in_4_bits(operations: Operations) -> Operations:
-        try:
-            return with_int4_weights(operations)
-        except ValueError as problem:
-            raise ModelError(
-                f"--quantization int4 needs AVX2 or AVX-512, and no AMX: take int8 ({problem})"
-            ) from problem
+        if operations.int4_linear is None or operations.note:
+            chosen = f"{operations.name}, since {operations.note}" if operations.note else operations.name
+            needed = "kernels for AVX2 or AVX-512 without AMX"
+            raise ModelError(f"--quantization int4 needs {needed}, not {chosen}: take int8")
+        return with_int4_weights(operations)
 
     return in_4_bits
 

@@ -1,8 +1,8 @@
 // Weights of 4 bits, for products by 16-bit integers (integers.hpp).
 //
 // Each 32 inputs of an output have a step and a base, and a weight is a code of 4 bits: the integer that is multiplied is
-// step * code + 8 * base, and each output has a scale. So values that lie to one side of zero lose nothing, as in
-// llama.cpp's Q4_1. Steps and bases take 8 bits each, 4.5 bits for a weight in all.
+// step * code + 8 * base, and each output has a scale. So values to one side of zero lose no more than those around it,
+// as in llama.cpp's Q4_1. Steps and bases take 8 bits each, 4.5 bits for a weight in all.
 #pragma once
 
 #include "integers.hpp"
@@ -12,7 +12,7 @@ namespace {
 
 // 32 inputs of a panel.
 struct Int4Group {
-    static constexpr int kInputs = 32, kUnits = kInputs / 2, kBaseSteps = 8;
+    static constexpr int kInputs = 32, kUnits = kInputs / 2, kBaseUnit = 8;
 
     int8_t terms[kPanel][2];  // each output's step and base; base and step if its codes are in odd bytes
     uint8_t codes[kUnits / 2][2 * kPanel];  // placed as in an IntegerPair
@@ -34,14 +34,15 @@ struct Int4Packing {
 
 #if defined(INTEGERS)
 static_assert(kLeastGroup % Int4Group::kInputs == 0, "whatever is multiplied by integers has whole groups");
+static_assert(kGroupUnits % Int4Group::kUnits == 0, "so have the parts that are decoded at once");
 
 // A panel of such groups.
 struct Int4Units {
     static constexpr int kUnits = 2;
     const Int4Group* groups;
-    Words terms[kPanelVectors] = {};  // of the group that is decoded, for each vector of a tile
+    Words terms[kPanelVectors] = {};  // for each vector of a tile, since its group's first unit was decoded
 
-    // Decodes `unit` and the one after it. A group is decoded from its first unit on.
+    // Decodes `unit` and the one after it. Each tile and part begins with a group's first unit.
     template <int kVectors>
     ALWAYS_INLINE void decode(int unit, int tile, Words (&words)[kUnits][kVectors]) {
         const Int4Group& group = groups[unit / Int4Group::kUnits];
@@ -49,14 +50,14 @@ struct Int4Units {
         if (unit_of_group == 0)
 #pragma GCC unroll 4
             for (int vector = 0; vector < kVectors; ++vector)
-                terms[vector] = of_both_inputs(group.terms + (tile * kVectors + vector) * kWidth);
+                terms[vector] = for_both_inputs(group.terms + (tile * kVectors + vector) * kWidth);
 #pragma GCC unroll 2
         for (int half = 0; half < kVectors / 2; ++half) {
             const Words codes = load_words((const Words*)group.codes[unit_of_group / 2] + tile + half);
 #pragma GCC unroll 2
             for (int i = 0; i < kUnits; ++i) {
                 // Of two neighbours one is a code, and the other one becomes what its output's base is multiplied by.
-                constexpr uint32_t kFirst = 0x000F000F, kSecond = kFirst << 8, kBase = Int4Group::kBaseSteps * 0x10001u;
+                constexpr uint32_t kFirst = 0x000F000F, kSecond = kFirst << 8, kBase = Int4Group::kBaseUnit * 0x10001u;
                 const Words own = i == 0 ? codes : codes >> 4;
                 words[i][2 * half] = multiplied((own & kFirst) | kBase << 8, terms[2 * half]);
                 words[i][2 * half + 1] = multiplied((own & kSecond) | kBase, terms[2 * half + 1]);
@@ -66,7 +67,7 @@ struct Int4Units {
 
   private:
     // The terms of a vector's outputs, in the halves of each lane.
-    static ALWAYS_INLINE Words of_both_inputs(const int8_t (*from)[2]) {
+    static ALWAYS_INLINE Words for_both_inputs(const int8_t (*from)[2]) {
 #if defined(__AVX512F__)
         const Words once = (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
 #else

@@ -8,7 +8,8 @@
 // only values below a 128th of the largest that the scale has room for. Both roundings are much less than bfloat16 has
 // rounded before (docs/measurements.md); if they would be as much in one output, the weight is multiplied as it is.
 //
-// A weight's integer is 8 bits times a power of two, and so it takes 12 bits in memory, as in coded.hpp.
+// A weight's integer is 8 bits times a power of two, and so it takes 12 bits in memory, as in coded.hpp. Quantized weights
+// bring integers and scales of their own (Int8Units, int4.hpp).
 #pragma once
 
 #include "integer_rows.hpp"

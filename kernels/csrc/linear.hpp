@@ -4,9 +4,9 @@
 // or, if they are converted before they are multiplied, as many as stay in the cache too. At small batches memory is
 // the bottleneck, so a thread that works on one panel prefetches the one that it will probably get next.
 //
-// In a quantized weight each value is an int8, [inputs][32] in each panel, and each output has a scale. Every other
-// dtype holds an int8 exactly: the sum runs over the integers themselves, and is multiplied by the scale once.
-// Or each value takes 4 bits (int4.hpp).
+// In a quantized weight each output has a scale, and each value is an int8, [inputs][32] in each panel, or takes 4 bits
+// (int4.hpp). Every other dtype holds an int8 exactly: the sum runs over the integers themselves, and is multiplied by
+// the scale once.
 // A bfloat16 weight may be coded (coded.hpp): its panels are shorter, and its values the same. Or it may be held as
 // integers (integers.hpp): its panels are as short, and many rows take less time.
 //

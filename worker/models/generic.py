@@ -161,7 +161,7 @@ class _Packed(nn.Module):
         self.weight = weight.new_empty(0)  # for layers that ask for its dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return self._product(x.flatten(0, -2)).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 class _Hidden:
@@ -358,7 +358,7 @@ def _fix_rotation(whole: nn.Module, context_length: int) -> None:
             module.rope_type = by_layer[None]
 
 
-def _settle(whole: nn.Module, operations: Operations) -> None:
+def _settle(whole: nn.Module, head: nn.Module | None, operations: Operations) -> None:
     """Packs the weight of every nn.Linear where that pays, and copies all others out of the checkpoint's files.
 
     transformers leaves weights on the CPU in the mapped files, and a mapping counts as our memory as long as one tensor
@@ -368,7 +368,7 @@ def _settle(whole: nn.Module, operations: Operations) -> None:
     for parent, name in places:
         child = getattr(parent, name)
         # Not for subclasses of nn.Linear: their forward is their own.
-        packed = _pack(child, operations) if type(child) is nn.Linear else None
+        packed = _pack(child, operations, is_head=child is head) if type(child) is nn.Linear else None
         if packed is not None:
             setattr(parent, name, packed)
             continue
@@ -377,10 +377,10 @@ def _settle(whole: nn.Module, operations: Operations) -> None:
                 parameter.data = parameter.data.clone()
 
 
-def _pack(plain: nn.Linear, operations: Operations) -> _Packed | None:
+def _pack(plain: nn.Linear, operations: Operations, *, is_head: bool) -> _Packed | None:
     """The same product with a packed weight; None if packing does not pay."""
     weight, bias = plain.weight.data, None if plain.bias is None else plain.bias.data.clone()
-    product = operations.linear(weight, bias)
+    product = operations.linear(weight, bias, widened=is_head)
     return None if isinstance(product, PlainLinear) else _Packed(product, weight)
 
 
@@ -415,11 +415,11 @@ def _prove(
         if not expected.isfinite().all():  # they prove nothing
             raise not_finite(directory, whole.dtype)
         whole.set_attn_implementation(_ATTENTION)
-        layers = whole.base_model
+        layers, head = whole.base_model, whole.get_output_embeddings()
         model = GenericForCausalLM(whole, layers, numbers, operations)
         step = model.step(layer_caches, metadata)
         plain = model.head(model.run(tokens, positions, step))
-        _settle(nn.ModuleList([whole, layers]), operations)
+        _settle(nn.ModuleList([whole, layers]), head, operations)
         packed = model.head(model.run(tokens, positions, model.step(layer_caches, metadata)))
     except ModelError:
         raise
