@@ -133,8 +133,8 @@ def memory_for_weights(directory: Path) -> Iterator[None]:
             raise
         reason = str(error).rpartition("DefaultCPUAllocator: ")[2].splitlines()[0]
         raise ModelError(
-            f"no memory for the weights of {directory}: {reason}; take a narrower --dtype, --quantization int8 or int4 "
-            "or a smaller model, or end what else uses memory"
+            f"no memory for the weights of {directory}: {reason}; take a narrower --dtype or a smaller model, or end "
+            "what else uses memory"
         ) from error
 
 
