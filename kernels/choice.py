@@ -77,6 +77,9 @@ class Operations:
     recordable: bool = False
     decoder: Callable[[DecoderShape, Sequence[DecoderLayer], Tensor], CpuDecoder | None] | None = None
 
+    def __str__(self) -> str:
+        return f"{self.name}, since {self.note}" if self.note else self.name
+
 
 def choose(
     device: torch.device,

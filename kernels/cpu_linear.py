@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.forms import form
-from kernels.reference import INT4_GROUP, Int4, quantized
+from kernels.quantization import INT4_GROUP, Int4, in_8_bits
 
 _PANEL = 32
 # Products of 16-bit integers take inputs by as many as these (csrc/integer_rows.hpp).
@@ -227,7 +227,7 @@ def packed_plainly(weight: Tensor, unit: int) -> Panels:
 
 def packed_as_int8(weight: Tensor) -> Panels:
     """Quantizes and packs a weight that is `in_order`."""
-    integers, scales = quantized(weight)
+    integers, scales = in_8_bits(weight)
     panels = _panels(integers)
     return Panels(Form.INT8, panels, scales=_of_whole_panels(scales))
 

@@ -1,6 +1,7 @@
 """Torch twins of every kernel: what each operation means, said once, and what runs where nothing faster is built.
 
-One is long enough for a file of its own: `sample_tokens` is in `kernels.draws`.
+One is long enough for a file of its own: `sample_tokens` is in `kernels.draws`. So is the rounding of weights to fewer
+bits, which the kernels do alike, in `kernels.quantization`.
 
 Arguments are tensors and numbers, never a request or a configuration, so a test needs no model. Each wrapper checks
 shapes and dtypes and raises ValueError; none casts or copies silently.
@@ -15,7 +16,6 @@ the queries'. Its sums are in float32 in any case.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from kernels.batch_bounds import BatchBounds
 from kernels.draws import sample_tokens as sample_tokens
 from kernels.forms import check_attention, check_dtypes, check_reach, check_slots, check_swap, form
-
-# In 4 bits, see `Int4`: inputs of a group, the largest code and step, and what a base is multiplied by.
-INT4_GROUP, _MOST_CODE, _MOST_STEP, _BASE_UNIT = 32, 15, 127, 8
-# The largest mean size of a group's integers: ten groups' products with integers up to 8191 add up to less than 2^31
-# (csrc/integers.hpp) if it is below 819, and rounding adds half a step to each.
-_INT4_MOST_MEAN = 750
-# Values that are rounded at once, since this takes several copies of them in float32.
-_VALUES_AT_ONCE = 1 << 21
+from kernels.quantization import Int4, in_8_bits
 
 
 def reshape_and_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -310,7 +303,7 @@ def int8_linear(
     The input is not quantized, so an output depends on nothing else in its batch, and weights take half the memory of
     16 bits. In this twin they take more: it only says what the operation means.
     """
-    integers, scales = quantized(weight)
+    integers, scales = in_8_bits(weight)
     return QuantizedLinear(integers.float() * scales[:, None], weight.dtype, bias, widened=widened, gated=gated)
 
 
@@ -340,81 +333,11 @@ class QuantizedLinear:
         return silu_and_mul(y) if self._gated else y
 
 
-def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers from -127 to 127, [num_outputs, num_inputs] int8, and each output's factor, [num_outputs] float32."""
-
-    def of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-        rows = rows.float()
-        largest = rows.abs().amax(1)
-        scales = torch.where(largest == 0, torch.ones_like(largest), largest / 127)
-        return (rows / scales[:, None]).round_().to(torch.int8), scales
-
-    integers, scales = _some_rows_at_a_time(of_rows, weight)
-    return integers, scales
-
-
-def _some_rows_at_a_time(of_rows: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> list[Tensor]:
-    """What the rows of a weight are rounded to."""
-    rows = weight.split(max(1, _VALUES_AT_ONCE // weight.shape[1]))
-    return [torch.cat(parts) for parts in zip(*map(of_rows, rows), strict=True)]
-
-
 def int4_linear(
     weight: Tensor, bias: Tensor | None, *, widened: bool = False, gated: bool = False
 ) -> "QuantizedLinear":
     """`linear` with weights of 4 bits, see `Int4`; its inputs come in groups of 32. Otherwise like `int8_linear`."""
     return QuantizedLinear(Int4.of(weight).values(), weight.dtype, bias, widened=widened, gated=gated)
-
-
-class Int4(NamedTuple):
-    """A weight of which each 32 inputs of an output are codes of 4 bits, with a step and a base of their own.
-
-    A value is scale * (step * code + 8 * base). Codes go from the least to the largest value, as in llama.cpp's Q4_1,
-    but steps and bases are integers too. If a value of an output is not finite, its scale is not.
-
-    Attributes:
-        codes: 0 to 15, [num_outputs, num_inputs] uint8.
-        steps: 1 to 127, [num_outputs, num_inputs / 32] int8.
-        bases: [num_outputs, num_inputs / 32] int8.
-        scales: [num_outputs] float32.
-    """
-
-    codes: Tensor
-    steps: Tensor
-    bases: Tensor
-    scales: Tensor
-
-    @classmethod
-    def of(cls, weight: Tensor) -> "Int4":
-        """Rounds a weight, [num_outputs, num_inputs].
-
-        Raises:
-            ValueError: its inputs do not come in groups of 32.
-        """
-        if weight.shape[1] % INT4_GROUP != 0:
-            raise ValueError(f"weight {form(weight)} has no groups of {INT4_GROUP} inputs")
-        return cls(*_some_rows_at_a_time(cls._of_rows, weight))
-
-    @classmethod
-    def _of_rows(cls, rows: Tensor) -> "Int4":
-        groups = rows.float().view(len(rows), -1, INT4_GROUP)
-        least, most = groups.amin(2), groups.amax(2)
-        scales = torch.maximum(
-            (most - least).amax(1) / (_MOST_CODE * _MOST_STEP), least.abs().amax(1) / (_BASE_UNIT * 127)
-        )
-        scales = torch.maximum(scales, groups.abs().mean(2).amax(1) / _INT4_MOST_MEAN)
-        scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-        bases = (least / scales[:, None] / _BASE_UNIT).floor_()
-        steps = (most / scales[:, None] - _BASE_UNIT * bases).div_(_MOST_CODE).round_().clamp_(1, _MOST_STEP)
-        codes = (groups / scales[:, None, None] - _BASE_UNIT * bases[:, :, None]) / steps[:, :, None]
-        codes = codes.round_().clamp_(0, _MOST_CODE)
-        return cls(codes.to(torch.uint8).view(rows.shape), steps.to(torch.int8), bases.to(torch.int8), scales)
-
-    def values(self) -> Tensor:
-        """The values, [num_outputs, num_inputs] float32."""
-        codes = self.codes.view(*self.steps.shape, INT4_GROUP).float()
-        integers = self.steps[:, :, None] * codes + _BASE_UNIT * self.bases[:, :, None].float()
-        return integers.view(self.codes.shape) * self.scales[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

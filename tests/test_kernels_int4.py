@@ -7,7 +7,8 @@ from kernels import reference  # noqa: E402
 from kernels.choice import cpp, torch_reference, with_int4_weights  # noqa: E402
 from kernels.cpu import INTEGER_LEVELS, CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
 from kernels.cpu_linear import Form  # noqa: E402
-from kernels.reference import Int4, QuantizedLinear, int4_linear, int8_linear  # noqa: E402
+from kernels.quantization import Int4  # noqa: E402
+from kernels.reference import QuantizedLinear, int4_linear, int8_linear  # noqa: E402
 
 try:
     LEVELS = [level for level in runnable_levels() if level in INTEGER_LEVELS]

@@ -6,7 +6,8 @@ torch = pytest.importorskip("torch")
 from kernels import build, choice, cpu  # noqa: E402
 from kernels.cpu import INTEGER_LEVELS, CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
 from kernels.cpu_linear import CpuLinear, Form  # noqa: E402
-from kernels.reference import PlainLinear, int8_linear, linear, quantized  # noqa: E402
+from kernels.quantization import in_8_bits  # noqa: E402
+from kernels.reference import PlainLinear, int8_linear, linear  # noqa: E402
 
 try:
     LEVELS = [*runnable_levels(), *build.MODELS]
@@ -285,7 +286,7 @@ def test_a_weight_with_too_many_different_values_stays_plain(monkeypatch):
 def test_a_quantized_weight_is_off_by_at_most_half_a_step_and_zero_stays_zero():
     weight = random(5, 40, dtype=torch.float32)
     weight[3] = 0
-    integers, scales = quantized(weight)
+    integers, scales = in_8_bits(weight)
     assert integers.dtype is torch.int8
     assert ((integers * scales[:, None] - weight).abs() <= scales[:, None] * 0.5001).all()
     assert (integers.abs().amax(1)[[0, 1, 2, 4]] == 127).all()

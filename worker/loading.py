@@ -91,11 +91,7 @@ def load_worker(
         ranks=ranks,
     )
     operations = model.operations
-    log.log(
-        logging.WARNING if operations.note else logging.INFO,
-        "kernels: %s",
-        f"{operations.name}, since {operations.note}" if operations.note else operations.name,
-    )
+    log.log(logging.WARNING if operations.note else logging.INFO, "kernels: %s", operations)
     context_length = _choose_context_length(settings, model)
     clock.log("weights loaded", threads=torch.get_num_threads())
 
@@ -179,9 +175,8 @@ def choose_quantization(
 
     def in_4_bits(operations: Operations) -> Operations:
         if operations.int4_linear is None or operations.note:
-            chosen = f"{operations.name}, since {operations.note}" if operations.note else operations.name
             needed = "kernels for AVX2 or AVX-512 without AMX"
-            raise ModelError(f"--quantization int4 needs {needed}, not {chosen}: take int8")
+            raise ModelError(f"--quantization int4 needs {needed}, not {operations}: take int8")
         return with_int4_weights(operations)
 
     return in_4_bits

@@ -24,7 +24,7 @@ inline int64_t int4_panel_bytes(int num_inputs) {
     return num_inputs / Int4Group::kInputs * (int64_t)sizeof(Int4Group);
 }
 
-// A weight as kernels/reference.py quantizes it.
+// A weight as kernels/quantization.py rounds it.
 struct Int4Packing {
     const uint8_t* codes;  // [num_outputs][num_inputs]
     const int8_t *steps, *bases;  // [num_outputs][num_inputs / 32]
@@ -59,8 +59,8 @@ struct Int4Units {
                 // Of two neighbours one is a code, and the other one becomes what its output's base is multiplied by.
                 constexpr uint32_t kFirst = 0x000F000F, kSecond = kFirst << 8, kBase = Int4Group::kBaseUnit * 0x10001u;
                 const Words own = i == 0 ? codes : codes >> 4;
-                words[i][2 * half] = multiplied((own & kFirst) | kBase << 8, terms[2 * half]);
-                words[i][2 * half + 1] = multiplied((own & kSecond) | kBase, terms[2 * half + 1]);
+                words[i][2 * half] = multiply_bytes((own & kFirst) | kBase << 8, terms[2 * half]);
+                words[i][2 * half + 1] = multiply_bytes((own & kSecond) | kBase, terms[2 * half + 1]);
             }
         }
     }
@@ -74,14 +74,6 @@ struct Int4Units {
         const Words once = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
 #endif
         return once | once << 16;
-    }
-    // Multiplies bytes without sign by bytes with one, and adds the two products of each pair of bytes.
-    static ALWAYS_INLINE Words multiplied(Words bytes, Words terms) {
-#if defined(__AVX512F__)
-        return (Words)_mm512_maddubs_epi16((__m512i)bytes, (__m512i)terms);
-#else
-        return (Words)_mm256_maddubs_epi16((__m256i)bytes, (__m256i)terms);
-#endif
     }
 };
 

@@ -52,6 +52,15 @@ constexpr int kMostPlainRows = 6, kMostPartUnits = 288, kStepUnits = 16;
 #endif
 static_assert(kGroup % kLeastGroup == 0 && kLeastGroup % (kStepUnits * InIntegers::kPerUnit) == 0, "steps fill groups");
 
+// Multiplies bytes without a sign by bytes with one, and adds the two products of each pair of bytes.
+ALWAYS_INLINE Words multiply_bytes(Words bytes, Words factors) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_maddubs_epi16((__m512i)bytes, (__m512i)factors);
+#else
+    return (Words)_mm256_maddubs_epi16((__m256i)bytes, (__m256i)factors);
+#endif
+}
+
 // A panel of pairs.
 struct IntegerUnits {
     static constexpr int kUnits = 2;
@@ -75,15 +84,13 @@ struct IntegerUnits {
     }
 
   private:
-    // Multiplies each byte by what its code stands for, and adds the two products of each pair of bytes.
+    // Multiplies each byte by what its code stands for.
     static ALWAYS_INLINE Words multiplied(Words sizes, Words codes) {
         const __m128i factors = _mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64);
 #if defined(__AVX512F__)
-        const __m512i by = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(factors), (__m512i)codes);
-        return (Words)_mm512_maddubs_epi16((__m512i)sizes, by);
+        return multiply_bytes(sizes, (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(factors), (__m512i)codes));
 #else
-        const __m256i by = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(factors), (__m256i)codes);
-        return (Words)_mm256_maddubs_epi16((__m256i)sizes, by);
+        return multiply_bytes(sizes, (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(factors), (__m256i)codes));
 #endif
     }
 };
