@@ -120,11 +120,11 @@ def test_numbers_left_out_of_a_config_have_hugging_faces_defaults(name):
     import transformers
 
     least = {key: LLAMA_LIKE[key] for key in ("vocab_size", "intermediate_size", "num_hidden_layers")}
-    least |= {"hidden_size": 96, "num_attention_heads": 32}
+    least |= {"hidden_size": 128, "num_attention_heads": 32}
     theirs = getattr(transformers, name)(**least)
     ours = LlamaConfig.from_json(least | {"architectures": [name.replace("Config", "ForCausalLM")]})
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 3)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
     assert ours.norm_epsilon == theirs.rms_norm_eps
     assert ours.context_length == theirs.max_position_embeddings
     assert ours.tied_embeddings == theirs.tie_word_embeddings

@@ -70,6 +70,7 @@ def test_the_context_is_the_one_told_within_what_the_model_reaches(tmp_path, nam
         ({"max_position_embeddings": None}, "has a value that cannot be"),
         ({"max_position_embeddings": 0}, "context_length comes to 0"),
         ({"head_dim": 8.0}, "head_dim comes to 8.0"),
+        ({"head_dim": 7}, "head_dim comes to 7, and a rotation takes pairs of values"),
         ({"num_attention_heads": 0}, "has a value that cannot be"),
         ({"rms_norm_eps": None}, "norm_epsilon comes to None, and has to be a number"),
         ({"rope_parameters": "x"}, "has a value that cannot be"),

@@ -63,6 +63,8 @@ def read_rope(config: dict[str, Any], head_dim: int, context_length: int) -> Rop
         raise ValueError(f"rope_theta is {theta}, and has to be more than {least} for rope type {kind!r}")
     if (parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
         raise UnsupportedModel("a rotation of a part of each head is not supported")
+    if head_dim % 2:
+        raise ValueError(f"head_dim comes to {head_dim}, and a rotation takes pairs of values")
     if kind == "default":
         return DefaultRope(theta)
     if kind == "linear":
