@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from pagewire.bench import percentile
 from protos.columns import pack, pack_floats
 from protos.sampling_pb2 import Sampling
 from protos.worker_pb2 import ExecuteModelRequest, ExecuteModelResponse
@@ -96,8 +97,7 @@ class Summary:
         """Mean, median and 99th percentile; zeros for none."""
         if not values:
             return cls(0.0, 0.0, 0.0)
-        ordered = sorted(values)
-        return cls(sum(values) / len(values), ordered[len(values) // 2], ordered[int(len(values) * 0.99)])
+        return cls(sum(values) / len(values), percentile(values, 50), percentile(values, 99))
 
 
 class Driver:

@@ -6,9 +6,11 @@ the worker runs it but without gRPC: steps of decodes, one after the other, from
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from safetensors.torch import save_file
 
 from bench import machine
 from bench.core_speed import Summary
+from pagewire.processes import tied, with_descendants
 from protos.columns import pack
 from protos.process import start_logging
 from protos.sampling_pb2 import Sampling
@@ -141,7 +144,17 @@ def run(executor: ExecutorName, num_ranks: int, model: Path) -> list[Measured]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     out = model / f"{executor}-{num_ranks}.json"
     command = [sys.executable, *(launcher if executor == "external" else ()), "-m", "bench.executors"]
-    subprocess.run([*command, "--one", executor, str(num_ranks), str(model), str(out)], check=True)
+    command += ["--one", executor, str(num_ranks), str(model), str(out)]
+    with subprocess.Popen(tied(command), start_new_session=True) as process:  # so a terminal's Ctrl-C is for us alone
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            for pid in with_descendants([process.pid]):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise
+    if status != 0:
+        raise subprocess.CalledProcessError(status, command)
     rows = json.loads(out.read_text())
     return [Measured(**(row | {"step": Summary(**row["step"])})) for row in rows]
 
@@ -190,4 +203,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    machine.run(main)

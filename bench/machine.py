@@ -5,13 +5,21 @@ import os
 import platform
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 _FILE_COLUMNS = 160
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs a command that measures; Ctrl-C ends it with status 130 and no traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def facts(distributions: Sequence[str]) -> dict[str, object]:

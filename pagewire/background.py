@@ -40,7 +40,7 @@ def _without_access(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def wait_until_serving(process: subprocess.Popen[bytes], options: LaunchOptions) -> None:
-    """Returns when the cluster that `start` launched serves; stops it when interrupted.
+    """Returns when the cluster that `start` launched serves; stops it if this process is to end.
 
     Raises:
         LaunchError: the cluster ended instead; holds the last lines of its log.
@@ -55,7 +55,7 @@ def wait_until_serving(process: subprocess.Popen[bytes], options: LaunchOptions)
             if running is not None and running.launcher_pid == process.pid and running.serving:
                 return
             time.sleep(_POLL_S)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         process.terminate()
         process.wait()
         raise

@@ -203,7 +203,7 @@ async def run(
 def _is_request(row: object) -> bool:
     match row:
         case {"ids": list(), "max_tokens": int(), "gap": int() | float() as gap}:
-            return math.isfinite(gap)
+            return 0 <= gap < math.inf
     return False
 
 

@@ -4,8 +4,10 @@ Options and help are defined here; what the commands do, in modules that they im
 `pagewire --help` and `pagewire health` start fast.
 """
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -26,14 +28,25 @@ if TYPE_CHECKING:
 class _ReportingGroup(typer.core.TyperGroup):
     """Shows the errors that this package raises on purpose, and the system's, as a line, and exits with status 1."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _reported(ctx):  # since --help and --version print here
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _reported(ctx):
             return super().invoke(ctx)
-        except BrokenPipeError:
-            raise  # typer ends without a word
-        except (PagewireError, OSError) as error:  # such as a full disk, or a folder that is not to be written to
-            _console(stderr=True).print("error:", _explained(error, ctx.obj), style="red", markup=False)
-            raise typer.Exit(1) from error
+
+
+@contextlib.contextmanager
+def _reported(ctx: Any) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # typer ends without a word
+    # The system's are such as a full disk; the last are of arguments that are not UTF-8, and terminals that are not.
+    except (PagewireError, OSError, UnicodeEncodeError) as error:
+        _console(stderr=True).print("error:", _explained(error, ctx.obj), style="red", markup=False)
+        raise typer.Exit(1) from error
 
 
 app = typer.Typer(
@@ -490,7 +503,7 @@ def _console(*, stderr: bool = False) -> "Console":
     return Console(stderr=stderr, highlight=False, soft_wrap=True)
 
 
-def _explained(error: PagewireError | OSError, access: Access | None) -> str:
+def _explained(error: PagewireError | OSError | UnicodeEncodeError, access: Access | None) -> str:
     """The error's own text, and what to do if that is known."""
     if isinstance(error, Unavailable) and not error.reason:
         from pagewire.health import not_let_in
@@ -503,4 +516,6 @@ def _explained(error: PagewireError | OSError, access: Access | None) -> str:
         return f"{error}; --token, before the command, sends it"
     if isinstance(error, RequestError) and error.retry_after_s is not None:
         return f"{error}; try again in {error.retry_after_s:g} s"
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error.object[error.start : error.end]!r} cannot be written in {error.encoding}"
     return str(error)

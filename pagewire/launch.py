@@ -276,6 +276,8 @@ def check_free(options: LaunchOptions) -> None:
     except OSError as error:
         remedy = "choose another --port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "choose another --host"
         raise LaunchError(f"cannot listen on {options.address}: {error.strerror}; {remedy}") from error
+    except TypeError as error:
+        raise LaunchError(f"cannot listen on {options.address}: {error}; choose another --host") from error
 
 
 def free_port() -> int:

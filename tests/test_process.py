@@ -33,13 +33,17 @@ def test_flags_win_over_the_environment_and_the_environment_over_defaults(monkey
         (["--max-num-seqs", "0"], "--max-num-seqs: Input should be greater than or equal to 1"),
         (["--max-num-seqs", "many"], "--max-num-seqs: Input should be a valid integer"),
         (["--metrics-listen", "9464"], "--metrics-listen: 9464 is no address here; write it like 127.0.0.1:9464"),
+        (["--metrics-listen", "localhost:9464/metrics"], "--metrics-listen: localhost:9464/metrics is no address here"),
         (
             ["--otlp-endpoint", "host:1"],
             "--otlp-endpoint: host:1 is no address here; write it like http://127.0.0.1:43",
         ),
         (["--worker", ""], "--worker: String should have at least 1 character"),
         (["--log-name", "a b"], "--log-name: String should match pattern"),
-        (["--max-num-seqs", "600"], "max_num_seqs (600) must be at least 1 and at most max_num_batched_tokens (512)"),
+        (
+            ["--max-num-seqs", "600"],
+            "error: options: max_num_seqs (600) must be at least 1 and at most max_num_batched_tokens (512)",
+        ),
     ],
 )
 def test_a_wrong_option_ends_the_process_with_2_and_names_it(arguments, words, capsys):
@@ -50,12 +54,43 @@ def test_a_wrong_option_ends_the_process_with_2_and_names_it(arguments, words, c
     assert words in line
 
 
+def test_all_wrong_options_are_named_at_once(capsys):
+    with pytest.raises(SystemExit):
+        SchedulerSettings.parse("scheduler", ["--max-num-seqs", "0", "--lease-s", "soon"])
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("python -m scheduler: error: --max-num-seqs: ")
+    assert second.startswith("python -m scheduler: error: --lease-s: ")
+
+
 @pytest.mark.parametrize("name", ["PAGEWIRE_ROUTER_LISTNE", "PAGEWIRE_MODEL"])
 def test_an_unknown_variable_in_the_environment_is_refused(name, monkeypatch, capsys):
     monkeypatch.setenv(name, "x")
     with pytest.raises(SystemExit):
         RouterSettings.parse("router", ["--model", "m"])
     assert name in capsys.readouterr().err
+
+
+def test_all_unknown_variables_are_named_at_once(monkeypatch, capsys):
+    monkeypatch.setenv("PAGEWIRE_ROUTER_LISTNE", "x")
+    monkeypatch.setenv("PAGEWIRE_MODEL", "x")
+    with pytest.raises(SystemExit):
+        RouterSettings.parse("router", ["--model", "m"])
+    assert "unknown environment variable PAGEWIRE_MODEL, PAGEWIRE_ROUTER_LISTNE: " in capsys.readouterr().err
+
+
+def test_help_says_how_a_service_is_started_and_what_it_does(capsys):
+    with pytest.raises(SystemExit) as info:
+        SchedulerSettings.parse("scheduler", ["--help"])
+    assert info.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("usage: python -m scheduler ")
+    assert "Pagewire scheduler: batches sequences" in text
+
+
+def test_variables_of_the_other_programs_are_left_to_them(monkeypatch):
+    for name in ("PAGEWIRE_SCHEDULER_LISTEN", "PAGEWIRE_WORKER_MODEL", "PAGEWIRE_CLIENT_TOKEN"):
+        monkeypatch.setenv(name, "theirs")
+    assert RouterSettings.parse("router", ["--model", "mine"]).model == "mine"
 
 
 def test_log_lines_carry_their_facts_as_text_or_json(capsys):
@@ -159,6 +194,37 @@ def test_a_second_sigterm_does_not_interrupt_the_drain():
     os.kill(process.pid, signal.SIGTERM)
     process.stdin.close()
     assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("error", ["CannotListen", "CannotServe", "CannotTrace"])
+def test_what_keeps_a_service_from_serving_is_one_line_and_status_1(error):
+    code = f"""
+from protos.errors import {error}
+from protos.process import run
+async def main(stop):
+    raise {error}("why")
+run(main)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "why\n")
+
+
+def test_a_service_has_grpcs_thread_for_as_long_as_it_runs_and_a_calm_collector():
+    code = """
+import gc, threading
+from protos.process import run
+async def main(stop):
+    from grpc import aio
+    async with aio.insecure_channel("unix:/nowhere"):
+        pass
+    collections = []
+    gc.callbacks.append(lambda phase, info: collections.append(info))
+    live = [[] for _ in range(40_000)]
+    print(threading.active_count() > 1, gc.get_freeze_count() > 10_000, len(collections))
+run(main)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "True True 0\n"
 
 
 IMPORTS = """

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import grpc
@@ -16,6 +17,7 @@ from cluster import cluster
 from fakes import TEXT
 from hypothesis import settings
 from scheduler_by_hand import make, step, submit
+from terminals import CTRL_C, Terminal
 from test_scheduler_properties import SchedulerMachine
 
 import scheduler.__main__ as scheduler_main
@@ -318,6 +320,14 @@ def test_output_that_cannot_be_written_is_not_blamed_on_the_record(output, words
         command = [sys.executable, "-m", "scheduler.replay", str(tmp_path / "record")]
         ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (2, words)
+
+
+def test_ctrl_c_ends_a_replay_without_a_word(tmp_path):
+    os.mkfifo(path := tmp_path / "record")
+    command = [sys.executable, "-m", "scheduler.replay", str(path)]
+    with closing(Terminal(command)) as terminal, path.open("wb"):  # which waits until the replay has opened it, too
+        terminal.press(CTRL_C)
+        assert (terminal.wait(), terminal.written) == (130, b"^C")
 
 
 def pagewire_replay(path: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.choice import choose, torch_reference
+from worker import cache_engine
 from worker.cache_engine import CacheEngine, CacheShape
 
 # 2 (K and V) * 2 layers * 4 tokens * 1 head * 8 values * 2 bytes = 256 bytes a block.
@@ -64,6 +65,14 @@ def test_a_pool_that_is_populated_has_its_memory_and_keeps_what_stood_in_it():
     assert max(behind - ahead for ahead, behind in pairwise([before, *behind_pieces])) < 8 << 20
     assert (cache.layers[7][1][3] == 1).all()
     assert not cache.layers[7][1][4].any()
+
+
+def test_a_system_that_cannot_populate_is_asked_only_once(monkeypatch):
+    monkeypatch.setattr(cache_engine, "_MADV_POPULATE_WRITE", 1 << 20)  # no such advice, as before Linux 5.14
+    cache, pieces = start((8 << 20) // 256, 0), []
+    cache.populate(lambda: pieces.append(None))
+    assert not pieces
+    assert not cache.layers[0][0].any()
 
 
 def test_blocks_go_out_to_the_cpu_pool_and_come_back_to_other_places():

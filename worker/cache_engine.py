@@ -192,9 +192,7 @@ def populate(pool: Tensor, on_piece: Callable[[], None]) -> None:
         pool: in CPU memory.
         on_piece: called after each piece, which takes some milliseconds; the next one waits for it to return.
     """
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is None:
-        return
+    madvise = ctypes.CDLL(None).madvise
     storage = pool.untyped_storage()
     start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     for address in range(start - start % _POPULATED_BYTES, end, _POPULATED_BYTES):
