@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -179,6 +180,14 @@ def test_a_rank_knows_its_place_and_where_rank_0_is():
 def test_what_torchrun_has_started_has_to_fit_the_sizes(changes, complaint):
     with pytest.raises(ModelError, match=complaint):
         Launched.read(settings("x", tensor_parallel_size=2), TWO | changes)
+
+
+def test_a_rank_that_is_no_number_is_an_error_that_names_it():
+    command = [sys.executable, "-m", "worker", "--model", "x"]
+    ended = subprocess.run(command, env=os.environ | TWO | {"RANK": "one"}, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert "wants the environment that torchrun sets" in ended.stderr
+    assert "'one'" in ended.stderr
 
 
 @pytest.mark.parametrize(

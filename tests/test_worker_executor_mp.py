@@ -18,12 +18,14 @@ from worker_fakes import GREEDY, Row, step, tiny_checkpoint, tokens
 torch = pytest.importorskip("torch")
 
 from protos.rpc import dial, wait_for_serving  # noqa: E402
-from protos.worker_pb2 import GetInfoResponse  # noqa: E402
+from protos.worker_pb2 import ExecuteModelResponse, GetInfoResponse  # noqa: E402
 from worker.checkpoint import ModelError  # noqa: E402
 from worker.config import WorkerSettings  # noqa: E402
+from worker.executor import mp  # noqa: E402
 from worker.executor.executor import RankLost  # noqa: E402
 from worker.executor.mp import MpExecutor  # noqa: E402
 from worker.executor.rank import Rank  # noqa: E402
+from worker.executor.ring import RingWriter  # noqa: E402
 from worker.executor.told import tag_end, tag_outcome  # noqa: E402
 from worker.executor.uni import UniExecutor  # noqa: E402
 from worker.inputs import MalformedStep  # noqa: E402
@@ -89,7 +91,7 @@ def prompt(step_id=1, request_id=1):
 
 
 @pytest.mark.parametrize("tensor, stages", [pytest.param(2, 1, marks=pytest.mark.long), (2, 2)])
-def test_a_few_steps_give_the_tokens_of_one_rank_in_as_many_blocks_as_all_have(uneven, tensor, stages):
+def test_a_few_steps_give_the_tokens_of_one_rank_in_as_many_blocks_as_all_have(uneven, tensor, stages, capfd):
     alone = UniExecutor(settings(uneven))
     alone.load(lambda: None)
     # A block of two K/V heads takes 512 bytes in each layer.
@@ -101,8 +103,12 @@ def test_a_few_steps_give_the_tokens_of_one_rank_in_as_many_blocks_as_all_have(u
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=10)  # any other address of this host
         assert running.info.num_concurrent_steps == (stages if stages > 1 else 0)
+        for process in running.executor._processes:  # one that is sent to the process group is for the front alone
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(process.pid, number)
         for request in (prompt(), prompt(step_id=2, request_id=2)):
             assert tokens(running.execute(request)) == tokens(alone.launch(request).result())
+        assert not any(told.poll() for told in running.executor._told[1:]), "answers that nobody reads fill a pipe"
         bad = prompt()
         bad.block_tables = b""
         if stages == 1:
@@ -122,6 +128,7 @@ def test_a_few_steps_give_the_tokens_of_one_rank_in_as_many_blocks_as_all_have(u
             with pytest.raises(RankLost):
                 running.execute(decode(0))  # a stage does not know what another one samples
             assert running.lost.wait(timeout=10)
+            assert "stands for a token that another stage samples" in capfd.readouterr().err
 
 
 def decode(at):
@@ -174,8 +181,82 @@ def test_a_rank_that_ends_because_another_one_can_not_load_does_not_hide_why(che
     executor._told = [told for told, _ in pipes]
     pipes[1][1].send_bytes(tag_end(ModelError("no memory")))
     pipes[0][1].close()
+    executor._processes = [process := Ended()]
     with pytest.raises(ModelError, match="no memory"):
         executor._wait_for_infos()
+    assert process.calls == ["kill"]
+
+
+def test_a_rank_that_ends_without_a_word_while_it_loads_is_lost_as_the_watch_says(checkpoint, monkeypatch):
+    monkeypatch.setattr(mp, "_LOOK_S", 10)
+    executor = MpExecutor(settings(checkpoint, 2))
+    executor._told, tells = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(2)), strict=True)
+    tells[1].close()
+    executor._processes = [Ended()]
+    threading.Timer(0.05, executor._watch, [lambda: None]).start()
+    with pytest.raises(RankLost, match="rank 1 ended with status 1"):
+        executor._wait_for_infos()
+
+
+class Ended:
+    """The process of a rank that has ended, and what it was told to do since."""
+
+    name, pid = "rank 1", os.getpid()
+
+    def __init__(self, exitcode=1):
+        self.exitcode, self.calls = exitcode, []
+
+    def kill(self):
+        self.calls.append("kill")
+
+    def join(self):
+        self.calls.append("join")
+
+
+@pytest.mark.parametrize(
+    "status, how", [(0, "ended with status 0"), (1, "ended with status 1"), (-11, "was ended by SIGSEGV")]
+)
+def test_the_end_of_a_rank_is_told_whatever_its_status(checkpoint, status, how, caplog):
+    executor, lost = MpExecutor(settings(checkpoint, 2)), threading.Event()
+    executor._processes = [Ended(status)]
+    executor._watch(lost.set)
+    assert lost.is_set()
+    assert caplog.messages == [f"ranks lost: rank 1 {how}"]
+
+
+def test_a_rank_whose_end_another_thread_has_just_seen_is_looked_at_once_more():
+    assert mp._loss([Ended(exitcode=None)]) is None  # the system knows of no such child any more
+
+
+def test_the_end_of_an_executor_that_is_closed_is_no_loss(checkpoint, caplog):
+    executor = MpExecutor(settings(checkpoint, 2))
+    executor._processes = [process := Ended(-9)]
+    executor.close()
+    assert process.calls == ["kill", "join"]
+    executor._watch(pytest.fail)
+    assert not executor.is_usable()
+    assert not caplog.messages
+
+
+def test_a_step_that_is_larger_than_the_memory_for_steps_is_malformed_and_the_next_one_is_answered(checkpoint):
+    executor = MpExecutor(settings(checkpoint, 2))
+    (places, place), (told, tell) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
+    executor._steps, executor._told = RingWriter([place], capacity_bytes=256), [told]
+    with pytest.raises(MalformedStep, match=r"block_tables: a message of .* bytes; there is room for 256"):
+        executor.launch(step(Row(1, PROMPT, range(256))))
+    tell.send_bytes(tag_outcome(ExecuteModelResponse(step_id=7)))
+    tell.close()
+    assert executor.launch(step(step_id=7)).result().step_id == 7
+    places.close()
+
+
+def test_answers_that_nobody_has_asked_for_are_passed_over(checkpoint):
+    executor = MpExecutor(settings(checkpoint, 2))
+    told, tell = multiprocessing.Pipe(duplex=False)
+    executor._told = [told]
+    for step_id in (1, 2, 3):
+        tell.send_bytes(tag_outcome(ExecuteModelResponse(step_id=step_id)))
+    assert [executor.answer(2).step_id, executor.answer(3).step_id] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -219,6 +300,7 @@ def test_ranks_die_with_a_front_that_is_killed_and_leave_no_file_behind(checkpoi
         asyncio.run(until_serving(address))
         ranks = ranks_of(front.pid)
         assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGSTOP)  # like one that is computing, it does not notice that its pipe ends
     finally:
         front.kill()
     # The pipe of the log ends when the last of them does.

@@ -70,7 +70,7 @@ def main(settings: WorkerSettings) -> None:
     if settings.selftest and "log_level" not in settings.model_fields_set:
         settings = settings.model_copy(update={"log_level": "error"})  # what a log would say is in the report
     if not settings.selftest and is_follower(settings, os.environ):
-        start_rank_logging(settings, int(os.environ["RANK"]))
+        start_rank_logging(settings, os.environ["RANK"])
         try:
             follow(settings)
         except ModelError as error:

@@ -58,7 +58,10 @@ class LinesExecutor:
         self._lines: list[Connection] = []
         self._num_launched = 0
         self._num_answered = 0
+        # Held by the thread that reads rank 0's line.
+        self._reading = threading.Lock()
         self._loss: str | None = None
+        self._has_ended = threading.Event()
 
     def load(self, on_lost: Callable[[], None]) -> GetInfoResponse:
         """See `Executor`."""
@@ -78,6 +81,7 @@ class LinesExecutor:
             for line in reversed(self._lines):
                 line.send_bytes(message)
         except OSError as error:
+            self._has_ended.wait(_LOOK_S)  # the watch thread is about to say which one, and why
             raise self._end("a line is broken") from error
         self._num_launched += 1
         return NumberedAnswer(self.answer, self._num_launched)
@@ -94,13 +98,14 @@ class LinesExecutor:
     def answer(self, number: int) -> Outcome:
         """Rank 0's answer to the `number`th step that was launched; answers to earlier steps are skipped."""
         try:
-            while True:
-                outcome = read_outcome(self._lines[0].recv_bytes())
-                if isinstance(outcome, RankLost):
-                    raise self._end(f"rank 0 failed: {outcome}")
-                self._num_answered += 1
-                if self._num_answered == number:
-                    return outcome
+            with self._reading:
+                while True:
+                    outcome = read_outcome(self._lines[0].recv_bytes())
+                    if isinstance(outcome, RankLost):
+                        raise self._end(f"rank 0 failed: {outcome}")
+                    self._num_answered += 1
+                    if self._num_answered == number:
+                        return outcome
         except (EOFError, OSError) as error:
             raise self._end("rank 0 is gone") from error
 
@@ -112,8 +117,9 @@ class LinesExecutor:
         ended = {descriptor for descriptor, _ in poll.poll()}
         for rank, line in enumerate(self._lines):
             if self._loss is None and line.fileno() in ended:
-                # Rank 0's line is read by the thread that waits for an answer.
-                self._end(f"rank {rank} is gone" if rank == 0 else _last_word(rank, line))
+                # Whoever waits for an answer is reading rank 0's line, to its end.
+                with self._reading if rank == 0 else contextlib.nullcontext():
+                    self._end(_last_word(rank, line))
         if self._loss != _CLOSED:
             on_lost()
 
@@ -122,6 +128,7 @@ class LinesExecutor:
         if self._loss is None:
             self._loss = loss
             log.error("ranks lost: %s", loss)
+        self._has_ended.set()
         self._hang_up()
         return RankLost(self._loss)
 
@@ -133,9 +140,11 @@ class LinesExecutor:
 
 
 def _last_word(rank: int, line: Connection) -> str:
-    """Why a rank whose answers are not read has ended."""
+    """Why a rank has ended; answers that nobody has read are skipped."""
     with contextlib.suppress(EOFError, OSError):
-        return f"rank {rank} failed: {read_outcome(line.recv_bytes())}"
+        while not isinstance(outcome := read_outcome(line.recv_bytes()), RankLost):
+            pass
+        return f"rank {rank} failed: {outcome}"
     return f"rank {rank} is gone"
 
 

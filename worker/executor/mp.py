@@ -171,7 +171,7 @@ def _loss(processes: Sequence[BaseProcess]) -> str | None:
         assert process.pid is not None
         stopped = None
         with contextlib.suppress(ChildProcessError):  # another thread has just seen its end
-            stopped = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+            stopped = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG)
         if stopped is not None:
             return f"{process.name} was stopped by {signal.Signals(stopped.si_status).name}"
     return None

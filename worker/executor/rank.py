@@ -35,7 +35,7 @@ def end_with_parent(number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def start_rank_logging(settings: WorkerSettings, number: int) -> None:
+def start_rank_logging(settings: WorkerSettings, number: int | str) -> None:
     """Logs as the worker does, with the rank's number after its name."""
     name = f"{settings.log_name or 'worker'}/{number}"
     start_logging("worker", settings.model_copy(update={"log_name": name}))

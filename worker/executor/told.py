@@ -86,20 +86,21 @@ def wait_for_infos(ranks: Sequence[Connection]) -> GetInfoResponse:
     info = GetInfoResponse()
     missing = dict(zip(ranks, range(len(ranks)), strict=True))
     while missing:
+        # One may end because another one cannot load, which says why: that counts.
         end: Exception | None = None
         for told in wait(list(missing)):
             assert isinstance(told, Connection)
             try:
                 message = told.recv_bytes()
             except (EOFError, OSError) as error:
-                end = error  # maybe because another one cannot load, and has said why
+                end = end or error
                 continue
             tag, text = message[:1], message[1:]
             if tag == _MODEL_ERROR:
                 raise ModelError(text.decode())
             if tag != _INFO:
-                raise RankLost(f"rank {missing[told]} failed: {text.decode()}")
-            if missing.pop(told) == 0:
+                end = RankLost(f"rank {missing[told]} failed: {text.decode()}")
+            elif missing.pop(told) == 0:
                 info.ParseFromString(text)
         if end is not None:
             raise end
