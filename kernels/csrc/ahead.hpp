@@ -34,16 +34,15 @@ struct BlocksAhead {
 // A layer's K and V in these blocks: K of the first block, its V, K of the second, and so on. Each thread takes spans
 // from its own share, and leaves the others' alone: not being slowed down matters more than prefetching everything.
 struct ContextAhead {
-    struct Left {
+    struct alignas(64) Left {  // in a cache line of its own
         int64_t next, end;
-        char padding[48];  // up to the next share's cache line
     };
     const BlocksAhead* blocks;
     const char* caches[2];
     Left shares[kMostShares];
 
     ContextAhead(const BlocksAhead& blocks, const char* k, const char* v) : blocks(&blocks), caches{k, v} {
-        for (int i = 0; i < blocks.num_shares; ++i) shares[i] = {i > 0 ? 2 * blocks.ends[i - 1] : 0, 2 * blocks.ends[i], {}};
+        for (int i = 0; i < blocks.num_shares; ++i) shares[i] = {i > 0 ? 2 * blocks.ends[i - 1] : 0, 2 * blocks.ends[i]};
     }
 
     // Takes the next span; an empty one if there are no more. Threads with the same share may get the same one.

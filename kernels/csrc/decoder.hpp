@@ -295,7 +295,7 @@ int decode(const Decoder& decoder, const DecoderStep& step, const Threads& threa
     const int row = find_misfit(first, step.num_tokens);
     if (row >= 0) return row;
 
-    LayerJobs* jobs = static_cast<LayerJobs*>(malloc(sizeof(LayerJobs) * decoder.num_layers));
+    LayerJobs* jobs = static_cast<LayerJobs*>(aligned_alloc(64, sizeof(LayerJobs) * decoder.num_layers));
     Stage* stages = static_cast<Stage*>(malloc(sizeof(Stage) * (8 * decoder.num_layers + 2)));
     bool out_of_memory = !make_plan(first, threads.num_threads, attention) || jobs == nullptr || stages == nullptr ||
                          !list_blocks(plan.attend_widest(), attention, plan.most_bytes_ahead(), ahead);

@@ -63,8 +63,7 @@ struct Shares {
         int next, end;
     };
     struct Share {
-        Left left;
-        char padding[56];  // up to the next share's cache line
+        alignas(64) Left left;  // in a cache line of its own
 
         Left load() {
             Left found;
