@@ -6,7 +6,6 @@ the worker runs it but without gRPC: steps of decodes, one after the other, from
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -26,7 +25,7 @@ from safetensors.torch import save_file
 
 from bench import machine
 from bench.core_speed import Summary
-from pagewire.processes import tied, with_descendants
+from pagewire.processes import signal_all, tied, with_descendants
 from protos.columns import pack
 from protos.process import start_logging
 from protos.sampling_pb2 import Sampling
@@ -149,9 +148,7 @@ def run(executor: ExecutorName, num_ranks: int, model: Path) -> list[Measured]:
         try:
             status = process.wait()
         except KeyboardInterrupt:
-            for pid in with_descendants([process.pid]):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            signal_all(with_descendants([process.pid]), signal.SIGKILL)
             raise
     if status != 0:
         raise subprocess.CalledProcessError(status, command)

@@ -4,10 +4,8 @@ Options and help are defined here; what the commands do, in modules that they im
 `pagewire --help` and `pagewire health` start fast.
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -16,41 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pagewire.access import DEFAULT_TARGET, Access
-from pagewire.errors import DeadlineExceeded, PagewireError, RequestError, Unavailable
+from pagewire.reporting import ReportingGroup, explained, make_console
 from protos import logs
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from pagewire.launch import LaunchOptions
 
 
-class _ReportingGroup(typer.core.TyperGroup):
-    """Shows the errors that this package raises on purpose, and the system's, as a line, and exits with status 1."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _reported(ctx):  # since --help and --version print here
-            return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        with _reported(ctx):
-            return super().invoke(ctx)
-
-
-@contextlib.contextmanager
-def _reported(ctx: Any) -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise  # typer ends without a word
-    # The system's are such as a full disk; the last are of arguments that are not UTF-8, and terminals that are not.
-    except (PagewireError, OSError, UnicodeEncodeError) as error:
-        _console(stderr=True).print("error:", _explained(error, ctx.obj), style="red", markup=False)
-        raise typer.Exit(1) from error
-
-
 app = typer.Typer(
-    cls=_ReportingGroup,
+    cls=ReportingGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -203,7 +175,7 @@ def up(
     options = LaunchOptions(model, host, port, told, log_file, ctx.obj, routers, replicas)
     # Before a download rather than after it.
     check_free(options)
-    options = dataclasses.replace(options, model=models.resolve(model, _console()))
+    options = dataclasses.replace(options, model=models.resolve(model, make_console()))
     if detach:
         _detach(options)
     else:
@@ -213,7 +185,7 @@ def up(
 def _detach(options: "LaunchOptions") -> None:
     from pagewire import background, state
 
-    console = _console()
+    console = make_console()
     options = dataclasses.replace(options, log_file=state.log_path(options.port))
     process = background.start(options)
     with console.status("starting worker, scheduler and router"):
@@ -226,7 +198,7 @@ def down(port: Port = 50051) -> None:
     """Stop the cluster on this machine; live requests may finish first."""
     from pagewire import background, state
 
-    console = _console()
+    console = make_console()
     running = state.load(port)
     if running is None:
         console.print(f"nothing runs on port {port}")
@@ -248,7 +220,7 @@ def restart_(
     """Replace processes of the cluster on this machine, one by one; streams go on. Exit 1 if one does not come back."""
     from pagewire.restart import restart
 
-    restart(port, services, _console(), ctx.obj, timeout)
+    restart(port, services, make_console(), ctx.obj, timeout)
 
 
 @app.command()
@@ -256,7 +228,7 @@ def status(ctx: typer.Context, port: Port = 50051) -> None:
     """Show the cluster on this machine: processes, health, model, free blocks. Exit 1 if it does not serve."""
     from pagewire.status import show
 
-    if not show(port, _console(), ctx.obj):
+    if not show(port, make_console(), ctx.obj):
         raise typer.Exit(1)
 
 
@@ -283,7 +255,7 @@ def model_(name: Annotated[str, typer.Argument(help="As for `up --model`.")] = "
     """Print what services load for a model, and fetch the built-in one if need be."""
     from pagewire.models import resolve
 
-    typer.echo(resolve(name, _console(stderr=True)))
+    typer.echo(resolve(name, make_console(stderr=True)))
 
 
 @app.command()
@@ -367,7 +339,7 @@ def generate(
             completion = terminal.show(client.stream(prompt, timeout=timeout, **options), headings=several)
             for line in table.lines(completion, lambda id_: client.detokenize([id_], skip_special_tokens=False)):
                 typer.echo(line)
-    console = _console(stderr=True)
+    console = make_console(stderr=True)
     terminal.remark(completion, console)
     if not json:
         streamed = not beam_width and (best_of or 1) <= (n or 1)
@@ -411,7 +383,7 @@ def chat(
         stop=stop or None,
     )
     with Client(target, ctx.obj) as client:
-        Conversation(client, system, options, _console(stderr=True), partial(_explained, access=ctx.obj)).run()
+        Conversation(client, system, options, make_console(stderr=True), partial(explained, access=ctx.obj)).run()
 
 
 @app.command()
@@ -433,7 +405,7 @@ def top(
     """Watch queues, blocks and steps; a line for each state if standard output is not a terminal."""
     from pagewire import top
 
-    top.run(target, interval, once=once, console=_console(), access=ctx.obj)
+    top.run(target, interval, once=once, console=make_console(), access=ctx.obj)
 
 
 @app.command()
@@ -441,7 +413,7 @@ def explain(ctx: typer.Context, request_id: str, target: Target = DEFAULT_TARGET
     """Explain why a live request has its status."""
     from pagewire.explain import show
 
-    show(target, request_id, _console(), ctx.obj)
+    show(target, request_id, make_console(), ctx.obj)
 
 
 @app.command()
@@ -484,7 +456,7 @@ def bench(
         repetitions=repeat,
         memory_of=memory_of,
         json_file=json,
-        console=_console(),
+        console=make_console(),
         access=ctx.obj,
     )
 
@@ -494,28 +466,4 @@ def demo(model: ModelName = "smollm2-135m") -> None:
     """Show it all once: fetch the model, start a cluster, complete, chat, stop."""
     from pagewire import demo
 
-    demo.run(model, _console())
-
-
-def _console(*, stderr: bool = False) -> "Console":
-    from rich.console import Console
-
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
-
-
-def _explained(error: PagewireError | OSError | UnicodeEncodeError, access: Access | None) -> str:
-    """The error's own text, and what to do if that is known."""
-    if isinstance(error, Unavailable) and not error.reason:
-        from pagewire.health import not_let_in
-
-        nobody = "no server answers; `pagewire up` starts one, --target names another, --tls is for one with TLS"
-        return (access is not None and not_let_in(str(error), access)) or f"{nobody} ({error})"
-    if isinstance(error, DeadlineExceeded):
-        return f"not done within --timeout ({error})"
-    if isinstance(error, RequestError) and error.reason == "TOKEN_MISSING":
-        return f"{error}; --token, before the command, sends it"
-    if isinstance(error, RequestError) and error.retry_after_s is not None:
-        return f"{error}; try again in {error.retry_after_s:g} s"
-    if isinstance(error, UnicodeEncodeError):
-        return f"{error.object[error.start : error.end]!r} cannot be written in {error.encoding}"
-    return str(error)
+    demo.run(model, make_console())

@@ -1,7 +1,9 @@
 """How our programs are started as child processes, and what Linux says about processes. Knows no service by name."""
 
 import asyncio
+import contextlib
 import os
+import signal
 import site
 import sys
 import time
@@ -104,6 +106,13 @@ def with_descendants(pids: Iterable[int]) -> list[int]:
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid and child not in found]
     return found
+
+
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """Sends a signal to these processes; those that are gone are passed over."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def resident_bytes(pid: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from bench import machine
 from bench.compare import memory
 from pagewire.bench import Record
-from pagewire.processes import start_ticks, tied, with_descendants
+from pagewire.processes import signal_all, start_ticks, tied, with_descendants
 
 _TAIL_LINES = 6
 _READ_BYTES = 1 << 20
@@ -130,9 +130,7 @@ class Engine:
             self._end()
         finally:
             left = [pid for pid, ticks in born.items() if ticks is not None and start_ticks(pid) == ticks]
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            signal_all(left, signal.SIGKILL)
             self._process.wait()
             deadline = time.monotonic() + _STOP_S
             # The next engine needs their memory.
@@ -156,9 +154,7 @@ class Engine:
             self._process.wait(_STOP_S)
 
     def _signal(self, number: signal.Signals) -> None:
-        for pid in with_descendants([self._process.pid]):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        signal_all(with_descendants([self._process.pid]), number)
 
     def _answer(self, within_s: float) -> dict[str, Any]:
         """The driver's next line, waited for at most so long."""
