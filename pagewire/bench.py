@@ -156,11 +156,11 @@ async def run(
     rate: float,
     repetitions: int,
     rss_mb: Callable[[], int | None],
+    on_row: Callable[[Row], None],
     on_start: Callable[[str, int, int], None] = lambda test, repetition, tokens: None,
     on_tokens: Callable[[int], None] = lambda count: None,
-    on_row: Callable[[Row], None] = lambda row: None,
     access: Access = OPEN,
-) -> list[Row]:
+) -> None:
     """Warms the server up, then plays the tests in turn, all of them `repetitions` times.
 
     Args:
@@ -170,9 +170,9 @@ async def run(
         rate: requests a second, for open-loop tests.
         repetitions: of each test.
         rss_mb: called after each run, for `Row.rss_mb`.
+        on_row: called with the result of each run.
         on_start: called with test, repetition and expected tokens of each run that begins.
         on_tokens: called with the number of tokens that just arrived.
-        on_row: called with the result of each run.
         access: TLS and token, if the server requires them.
 
     Raises:
@@ -183,7 +183,6 @@ async def run(
         if not workload.get(test):
             known = ", ".join(name for name in workload if name != _WARM)
             raise BenchError(f"the workload has no test {test!r}; it has {known}")
-    rows = []
     async with AsyncClient(target, access) as client:
         if workload.get(_WARM):
             warm = records(workload, _WARM, rate, 0)
@@ -194,10 +193,7 @@ async def run(
                 requests = records(workload, test, rate, repetition)
                 on_start(test, repetition, sum(row.max_tokens for row in requests))
                 await play(client, requests, on_tokens)
-                row = Row(test, repetition, rate if test in OPEN_LOOP_TESTS else None, rss_mb(), metrics(requests))
-                rows.append(row)
-                on_row(row)
-    return rows
+                on_row(Row(test, repetition, rate if test in OPEN_LOOP_TESTS else None, rss_mb(), metrics(requests)))
 
 
 def _is_request(row: object) -> bool:

@@ -45,7 +45,9 @@ def run(
     console: Console,
     access: Access = OPEN,
 ) -> None:
-    """Plays the workload, prints a table of the best run of each test, and writes everything to `json_file`.
+    """Plays the workload, prints a table of the best run of each test, and writes all runs to `json_file`.
+
+    The file is written anew after each run: what was measured stays, if a later one fails or is interrupted.
 
     Args:
         target: the server's "host:port".
@@ -73,9 +75,17 @@ def run(
         TextColumn("tokens"),
         TimeElapsedColumn(),
     )
+    rows: list[Row] = []
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        console.print(_line(row), highlight=False)
+        if json_file is not None:
+            _write(json_file, report(target, model, workload_file, rows))
+
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("")
-        rows = uvloop.run(
+        uvloop.run(
             bench.run(
                 target,
                 workload,
@@ -86,15 +96,10 @@ def run(
                 rss_mb=lambda: peak_resident_bytes(pids) >> 20 if pids else None,
                 on_start=lambda test, i, tokens: progress.reset(task, description=_name(test, i), total=tokens),
                 on_tokens=lambda count: progress.advance(task, count),
-                on_row=lambda row: console.print(_line(row), highlight=False),
+                on_row=keep,
             )
         )
     console.print(table(rows))
-    if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(report(target, model, workload_file, rows), indent=1) + "\n")
-        except OSError as error:
-            raise bench.BenchError(f"--json {json_file}: {error.strerror}") from error
 
 
 def best(rows: Sequence[Row]) -> dict[str, Row]:
@@ -133,6 +138,13 @@ def report(target: str, model: Model, workload_file: Path, rows: Sequence[Row]) 
         "workload": workload_file.name,
         "runs": [dataclasses.asdict(row) for row in rows],
     }
+
+
+def _write(json_file: Path, content: dict[str, object]) -> None:
+    try:
+        json_file.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise bench.BenchError(f"--json {json_file}: {error.strerror}") from error
 
 
 def _local_pids(target: str) -> list[int]:

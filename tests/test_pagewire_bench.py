@@ -1,6 +1,7 @@
 """What `pagewire bench` makes of the times of tokens, by hand."""
 
 import io
+import json
 
 import pytest
 from pagewire_fakes import FakeGeneration, delta, last, serving
@@ -8,6 +9,8 @@ from rich.console import Console
 
 from pagewire import bench, bench_report
 from pagewire.bench import BenchError, Record, Row, metrics
+from pagewire.errors import RequestError
+from protos.errors import unavailable
 
 
 def record(at: float, *times: float) -> Record:
@@ -41,23 +44,50 @@ def test_tokens_that_come_all_at_once_have_no_rate():
 
 
 async def test_every_token_of_a_delta_counts_in_the_figures_and_in_the_progress():
-    fake, told = FakeGeneration(), []
+    fake, told, rows = FakeGeneration(), [], []
     fake.script = lambda request: [delta("ab", token_ids=[1, 2]), last(delta("c", token_ids=[3]))]
     workload = {"w1": [[{"ids": [7], "max_tokens": 3, "gap": 0}] * 2]}
     with serving(fake) as target:
-        (row,) = await bench.run(
+        await bench.run(
             target,
             workload,
             ["w1"],
             rate=1.0,
             repetitions=1,
             rss_mb=lambda: None,
+            on_row=rows.append,
             on_start=lambda *run: told.append(run),
             on_tokens=told.append,
         )
     assert told[0] == ("w1", 0, 6)
     assert sorted(told[1:]) == [1, 1, 2, 2]
+    (row,) = rows
     assert (row.metrics["out_tok"], row.metrics["want_tok"]) == (6, 6)
+
+
+def test_figures_of_runs_before_one_that_fails_are_kept(tmp_path):
+    fake = FakeGeneration()
+
+    def script(request):
+        if len(fake.requests) > 2:
+            raise unavailable("LOST", "the worker is lost")
+        yield last(delta("ab", token_ids=[1, 2]))
+
+    fake.script = script
+    workload, kept = tmp_path / "w.json", tmp_path / "figures.json"
+    workload.write_text(json.dumps({"w1": [[{"ids": [7], "max_tokens": 2, "gap": 0}]]}))
+    with serving(fake) as target, pytest.raises(RequestError, match="the worker is lost"):
+        bench_report.run(
+            target,
+            workload,
+            ["w1"],
+            rate=1.0,
+            repetitions=4,
+            memory_of=None,
+            json_file=kept,
+            console=Console(file=io.StringIO()),
+        )
+    assert [row["repetition"] for row in json.loads(kept.read_text())["runs"]] == [0, 1]
 
 
 def test_a_file_that_cannot_be_read_is_no_workload(tmp_path):
