@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from protos.errors import Refusal, Violation, invalid_argument, to_status
-from protos.interceptor import Context, Interceptor, behaviour_of, with_behaviour
+from protos.interceptor import Context, Interceptor, behaviour_of, cancelled_if_over, with_behaviour
 from protos.live_calls import LiveCalls, current_call
 
 # How long an error may be on its way to a client before the client counts as one that does not read.
@@ -49,7 +49,8 @@ class Boundary(Interceptor):
                 # An error given to gRPC stays in a reference cycle until the garbage collector runs, and with it what
                 # our frames hold: requests of any size.
                 del request
-                return await answer
+                with cancelled_if_over():
+                    return await answer
             except Refusal as refusal:
                 refusal.__traceback__ = None
                 await _abort(context, refusal)
@@ -75,9 +76,9 @@ async def _abort(context: Context, refusal: Refusal) -> NoReturn:
     gRPC would wait for such a client until its connection dies.
 
     Raises:
-        grpc.aio.AbortError: always, for gRPC itself.
+        grpc.aio.AbortError: always, for gRPC itself, unless the call is over already.
     """
-    with contextlib.suppress(TimeoutError):
+    with cancelled_if_over(), contextlib.suppress(TimeoutError):
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await context.abort_with_status(rpc_status.to_status(to_status(refusal)))
     await context.send_initial_metadata(())  # raises the error that the timeout cut off

@@ -1,7 +1,9 @@
 """Interceptors for calls of our own services: health checks, reflection and channelz pass untouched."""
 
 import abc
-from collections.abc import Awaitable, Callable
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -47,3 +49,15 @@ def with_behaviour(handler: Any, behaviour: Behaviour, deserialize: Callable[[by
     """A handler of the same kind that answers with `behaviour`, and reads requests with `deserialize` if given."""
     make = getattr(grpc, f"{sides_of(handler)}_rpc_method_handler")
     return make(behaviour, deserialize or handler.request_deserializer, handler.response_serializer)
+
+
+@contextlib.contextmanager
+def cancelled_if_over() -> Iterator[None]:
+    """Makes a write that fails a cancellation, which is what gRPC makes of a call that is over.
+
+    Where the client leaves or the deadline passes while a message is on its way, gRPC tells of the message first.
+    """
+    try:
+        yield
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None

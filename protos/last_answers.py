@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from protos.interceptor import Context, Interceptor, behaviour_of
+from protos.interceptor import Context, Interceptor, behaviour_of, cancelled_if_over
 from protos.live_calls import LiveCalls, current_call
 
 # A kernel has taken about as much as two round trips carry.
@@ -61,7 +61,8 @@ class LastAnswers(Interceptor):
             answer = behaviour(request, context)
             del request
             message = serialize(await answer)
-            await context.write(message)
+            with cancelled_if_over():
+                await context.write(message)
             if self.stopping or (self._connections_age and len(message) > _LARGE):
                 await self._hold(context)
 

@@ -26,6 +26,8 @@ from http2_frames import (
 )
 
 from protos import last_answers, rpc
+from protos.boundary import Boundary
+from protos.calls import Calls
 from protos.errors import CannotListen, Refusal, Violation, invalid_argument, to_status
 from router.config import RouterSettings
 
@@ -89,6 +91,76 @@ async def test_an_error_is_not_waited_for_where_the_client_reads_nothing(refuses
         await server.stop(grace_s=60)
         assert time.monotonic() - begun < 20
         call.cancel()
+
+
+class Over:
+    """The context of a call whose client has left or whose deadline has passed, before gRPC cancels it."""
+
+    async def write(self, message: bytes) -> None:
+        raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    async def abort_with_status(self, status: object) -> None:
+        raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    def code(self) -> None:
+        return None
+
+    def time_remaining(self) -> float:
+        return 0.0
+
+
+async def streams(request: bytes, context: Over) -> None:
+    await context.write(b"a token")
+
+
+async def refuses(request: bytes, context: Over) -> None:
+    raise Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "LATE", "its deadline cannot be met")
+
+
+async def answers(request: bytes, context: Over) -> bytes:
+    return b"a whole answer"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "make"),
+    [
+        (streams, grpc.unary_stream_rpc_method_handler),
+        (refuses, grpc.unary_stream_rpc_method_handler),
+        (answers, grpc.unary_unary_rpc_method_handler),
+    ],
+)
+async def test_a_message_to_a_call_that_is_over_is_no_bug(behaviour, make, caplog):
+    """A cancelled call is what gRPC does not log."""
+    handler, calls = make(behaviour, bytes, bytes), Calls()
+    for interceptor in (Boundary(), calls, last_answers.LastAnswers(connections_age=False)):
+        handler = interceptor.around(handler, METHOD)
+    with pytest.raises(asyncio.CancelledError):
+        await handler.unary_stream(b"", Over())
+    (counts,) = calls.counts.values()
+    assert sum(counts.num_by_code.values()) == 1
+    assert not caplog.records
+
+
+async def test_clients_that_leave_while_messages_wait_for_them_are_cancelled_calls(caplog):
+    """Of some of these messages gRPC says that they were not sent before it cancels the call."""
+
+    async def flood(context: grpc.aio.ServicerContext) -> None:
+        while True:
+            await context.write(b"x" * 1_000_000)
+
+    async def leave(port: int) -> None:
+        async with channel_to(port) as channel:
+            call = say(channel)
+            await call.read()
+            call.cancel()
+
+    async with serving(flood) as (server, port):
+        for _ in range(20):
+            await asyncio.gather(*(leave(port) for _ in range(10)))
+        await server.stop(grace_s=60)
+        (counts,) = server.calls.counts.values()
+    assert counts.num_by_code == {grpc.StatusCode.CANCELLED: 200}
+    assert not caplog.records
 
 
 async def test_a_server_that_stops_sends_clients_to_another_while_live_calls_finish():
