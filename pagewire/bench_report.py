@@ -47,7 +47,7 @@ def run(
 ) -> None:
     """Plays the workload, prints a table of the best run of each test, and writes all runs to `json_file`.
 
-    The file is written anew after each run: what was measured stays, if a later one fails or is interrupted.
+    If a run fails or is interrupted, those before it are still written.
 
     Args:
         target: the server's "host:port".
@@ -80,26 +80,28 @@ def run(
     def keep(row: Row) -> None:
         rows.append(row)
         console.print(_line(row), highlight=False)
-        if json_file is not None:
-            _write(json_file, report(target, model, workload_file, rows))
 
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("")
-        uvloop.run(
-            bench.run(
-                target,
-                workload,
-                tests,
-                access=access,
-                rate=rate,
-                repetitions=repetitions,
-                rss_mb=lambda: peak_resident_bytes(pids) >> 20 if pids else None,
-                on_start=lambda test, i, tokens: progress.reset(task, description=_name(test, i), total=tokens),
-                on_tokens=lambda count: progress.advance(task, count),
-                on_row=keep,
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("")
+            uvloop.run(
+                bench.run(
+                    target,
+                    workload,
+                    tests,
+                    access=access,
+                    rate=rate,
+                    repetitions=repetitions,
+                    rss_mb=lambda: peak_resident_bytes(pids) >> 20 if pids else None,
+                    on_start=lambda test, i, tokens: progress.reset(task, description=_name(test, i), total=tokens),
+                    on_tokens=lambda count: progress.advance(task, count),
+                    on_row=keep,
+                )
             )
-        )
-    console.print(table(rows))
+        console.print(table(rows))
+    finally:
+        if json_file is not None and rows:
+            _write(json_file, report(target, model, workload_file, rows))
 
 
 def best(rows: Sequence[Row]) -> dict[str, Row]:
