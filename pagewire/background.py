@@ -62,8 +62,8 @@ def wait_until_serving(process: subprocess.Popen[bytes], options: LaunchOptions)
 
 
 def log_tail(log_file: Path, lines: int = 20) -> str:
-    """The last lines of a log, indented."""
-    text = log_file.read_text(errors="replace").splitlines()[-lines:]
+    """The last lines of a log, indented; if there are none, what may have kept them from it."""
+    text = log_file.read_text(errors="replace").splitlines()[-lines:] or [f"{log_file} is empty: is the disk full?"]
     return "\n".join(f"  {line}" for line in text)
 
 

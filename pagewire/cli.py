@@ -201,7 +201,7 @@ def down(port: Port = 50051) -> None:
     console = make_console()
     running = state.load(port)
     if running is None:
-        console.print(f"nothing runs on port {port}")
+        console.print(f"nothing runs on port {port} that this user's `pagewire up` started")
         return
     with console.status("finishing live requests"):
         background.stop(running)

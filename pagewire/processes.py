@@ -67,9 +67,18 @@ async def start(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env=environment() | dict(variables or {}),
+        cwd=_folder(),
         # A terminal's Ctrl-C is for the launcher, which then stops the services in order.
         start_new_session=True,
     )
+
+
+def _folder() -> str:
+    """Our current folder; the root if it has been removed, since torch cannot be loaded in such a folder."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "/"
 
 
 async def ended(process: asyncio.subprocess.Process) -> int:

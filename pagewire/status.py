@@ -24,7 +24,7 @@ def show(port: int, console: Console, access: Access) -> bool:
     if running:
         console.print(_processes(running, access))
     elif answer.startswith(health.NO_ANSWER):
-        console.print(f"nothing runs on port {port}; `pagewire up` starts a cluster")
+        console.print(f"nothing answers on port {port}; `pagewire up` starts a cluster")
         return False
     console.print(f"target   {target}, {with_remedy(answer, access)}", markup=False)
     if answer == health.SERVING:

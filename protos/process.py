@@ -65,6 +65,8 @@ class Settings(BaseSettings):
         ]
         if unknown:
             ours = f"ours begin with {prefix}, and those of compose.yaml are for `docker compose` alone"
+            if any(name.endswith("_SERVICE_HOST") for name in unknown):
+                ours = "Kubernetes makes it of a Service's name, but not in a Pod with `enableServiceLinks: false`"
             _refuse(service, f"unknown environment variable {', '.join(sorted(unknown))}: {ours}")
 
         class WithSources(cls):  # type: ignore[misc, valid-type]

@@ -40,10 +40,11 @@ async def serve(settings: RouterSettings, tokenizer: Tokenizer, stop: asyncio.Ev
     await servers[0].start(*settings.listen.split(","), tls=settings.server_tls)
     if settings.admin_listen is not None:
         try:
-            await servers[1].start(settings.admin_listen)
+            admin_port = await servers[1].start(settings.admin_listen)
         except CannotListen:
             await servers[0].stop(0)
             raise
+        log.info("listening for operators", extra={"address": settings.admin_listen, "port": admin_port})
     log.info("listening", extra={"address": settings.listen, "scheduler": settings.scheduler})
     tasks = [asyncio.create_task(schedulers.run()), asyncio.create_task(_mirror_health(schedulers, servers, changed))]
     if settings.heartbeat_s:

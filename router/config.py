@@ -10,6 +10,9 @@ from protos.tls import ClientTls
 from protos.tls_settings import CaFile, ReadableFile, ServerTlsSettings, client_tls
 from router import tenant_file
 
+# gRPC takes sizes and times as C's int; as a time, the greatest one is for ever.
+_MAX_INT = 2**31 - 1
+
 
 def _is_token_file(path: Path) -> Path:
     tenant_file.read_tokens(path)
@@ -56,7 +59,10 @@ class RouterSettings(ServerTlsSettings):
     model: str = Field(description="checkpoint directory or hub name, of which the router reads the tokenizer")
     max_live_requests: int = Field(4096, ge=1, description="requests answered at once at most; more are refused")
     max_message_bytes: ByteSize = Field(
-        ByteSize(PUBLIC_MESSAGE_BYTES), ge=1 << 10, description='size of a request at most, such as "16MiB"'
+        ByteSize(PUBLIC_MESSAGE_BYTES),
+        ge=1 << 10,
+        le=_MAX_INT,
+        description='size of a request at most, such as "16MiB"',
     )
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="tokens of a prompt at most; without it, one less than the model's context"
@@ -159,6 +165,8 @@ class RouterSettings(ServerTlsSettings):
             raise ValueError(f"{' and '.join(named)}: each says who a client is; give one of them")
         if self.tenant_from_certificate and self.tls_client_ca is None:
             raise ValueError("--tenant-from-certificate: needs --tls-client-ca, which makes clients show a certificate")
+        if self.tenant_header is not None and self.tenant_header.lower().endswith("-bin"):
+            raise ValueError("--tenant-header: metadata whose name ends with -bin holds bytes, and no tenant's name")
         if self.tenants is not None and self.auth_tokens is not None:
             raise ValueError("--tenants and --auth-tokens: the token file has weights and limits too; give it alone")
         if self.tenants is not None and not named:
@@ -183,6 +191,10 @@ class RouterSettings(ServerTlsSettings):
         if not self.max_connection_age_s:
             return []
         return [
-            ("grpc.max_connection_age_ms", max(1, int(self.max_connection_age_s * 1e3))),
-            ("grpc.max_connection_age_grace_ms", int(self.max_connection_age_grace_s * 1e3)),
+            ("grpc.max_connection_age_ms", _milliseconds(self.max_connection_age_s)),
+            ("grpc.max_connection_age_grace_ms", _milliseconds(self.max_connection_age_grace_s)),
         ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return int(min(max(seconds * 1e3, 1), _MAX_INT))

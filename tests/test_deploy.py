@@ -179,6 +179,12 @@ def test_no_container_may_do_more_than_it_must():
         assert pod["automountServiceAccountToken"] is False, name
 
 
+def test_no_container_gets_variables_from_kubernetes_that_it_would_refuse():
+    """Of a Service `pagewire` with an address, Kubernetes makes PAGEWIRE_PORT and others, unless a Pod wants none."""
+    for name, pod in pods():
+        assert pod["enableServiceLinks"] is False, name
+
+
 def test_probes_ask_for_names_and_ports_that_are_served():
     for pod, name in (("router", "router"), ("scheduler", "scheduler"), ("scheduler-ray", "scheduler")):
         container = dict(containers(pod))[name]

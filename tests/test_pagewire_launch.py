@@ -26,7 +26,7 @@ from pagewire import background, cluster, health, state
 from pagewire.access import Access
 from pagewire.cluster import Cluster, LaunchError, RestartPolicy, ServiceProcess, stages
 from pagewire.launch import LaunchOptions, Setting, check_free, free_port, services, shared_settings
-from pagewire.processes import environment, module_command, start_ticks, uptime_s, with_descendants
+from pagewire.processes import environment, module_command, start, start_ticks, uptime_s, with_descendants
 from pagewire.restart import restart
 from pagewire.up import _Foreground
 from protos.tls import ServerTls
@@ -540,6 +540,21 @@ def test_a_detached_cluster_serves_and_is_shown_and_stopped(home, port):
     assert "nothing runs" in pagewire("down", "--port", port).stdout
 
 
+def test_no_command_says_that_nothing_runs_where_something_does_that_this_user_did_not_start(home):
+    with pagewire_fakes.serving(pagewire_fakes.FakeGeneration()) as target:
+        port = target.rpartition(":")[2]
+        assert f"target   127.0.0.1:{port}, SERVING" in pagewire("status", "--port", port).stdout
+        down = pagewire("down", "--port", port).stdout
+        assert down == f"nothing runs on port {port} that this user's `pagewire up` started\n"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        shown = pagewire("status", "--port", port)
+        assert (shown.returncode, shown.stdout) == (
+            1,
+            f"nothing answers on port {port}; `pagewire up` starts a cluster\n",
+        )
+
+
 @pytest.mark.parametrize("num", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_cluster_behind_tls_is_started_and_shown_by_who_trusts_it(num, home, port):
     authority = Authority(home)
@@ -884,7 +899,21 @@ def test_a_process_is_known_by_its_start():
     assert start_ticks(child.pid) is None
 
 
+async def test_a_process_starts_in_our_folder_and_in_the_root_if_ours_was_removed(folder, monkeypatch):
+    async def where() -> str:
+        process = await start([sys.executable, "-c", "import os; print(os.getcwd())"])
+        said, _ = await process.communicate()
+        return said.decode().strip()
+
+    monkeypatch.chdir(folder)
+    assert await where() == str(folder)
+    folder.rmdir()
+    assert await where() == "/"
+
+
 def test_background_quotes_the_end_of_a_log(tmp_path):
     log = tmp_path / "log"
     log.write_text("\n".join(map(str, range(100))))
     assert background.log_tail(log, lines=2) == "  98\n  99"
+    log.write_text("")
+    assert background.log_tail(log) == f"  {log} is empty: is the disk full?"

@@ -78,6 +78,16 @@ def test_all_unknown_variables_are_named_at_once(monkeypatch, capsys):
     assert "unknown environment variable PAGEWIRE_MODEL, PAGEWIRE_ROUTER_LISTNE: " in capsys.readouterr().err
 
 
+def test_variables_that_kubernetes_makes_of_a_service_are_refused_with_what_keeps_them_out(monkeypatch, capsys):
+    monkeypatch.setenv("PAGEWIRE_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("PAGEWIRE_PORT", "tcp://10.0.0.1:50051")
+    with pytest.raises(SystemExit):
+        RouterSettings.parse("router", ["--model", "m"])
+    error = capsys.readouterr().err
+    assert "PAGEWIRE_PORT, PAGEWIRE_SERVICE_HOST: Kubernetes makes it" in error
+    assert "`enableServiceLinks: false`" in error
+
+
 def test_help_says_how_a_service_is_started_and_what_it_does(capsys):
     with pytest.raises(SystemExit) as info:
         SchedulerSettings.parse("scheduler", ["--help"])

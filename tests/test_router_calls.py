@@ -81,6 +81,14 @@ async def test_a_watch_at_the_operators_port_is_a_line_that_says_why_it_ended(li
         assert facts == ["call", "DEBUG", "WatchState", "UNAVAILABLE", "DRAINING"]
 
 
+async def test_the_log_tells_where_the_operators_port_is(caplog):
+    caplog.set_level(logging.INFO, logger="router")
+    port = free_port()
+    async with control_plane(router={"admin_listen": f"127.0.0.1:{port}"}):
+        (told,) = [record for record in caplog.records if record.message == "listening for operators"]
+        assert (vars(told)["address"], vars(told)["port"]) == (f"127.0.0.1:{port}", port)
+
+
 async def test_a_refused_request_is_a_line_with_its_reason(lines):
     async with control_plane() as plane:
         with pytest.raises(grpc.aio.AioRpcError):

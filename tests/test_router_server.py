@@ -1,5 +1,6 @@
 """The router's front: what it refuses by itself, and what it does beside its event loop."""
 
+import math
 import tempfile
 from pathlib import Path
 
@@ -79,3 +80,11 @@ async def test_before_any_scheduler_has_answered_calls_are_refused_with_the_reas
             ):
                 assert "no scheduler has answered yet" in await refusal_of(call)
                 assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_connections_may_age_for_ever_and_messages_have_the_greatest_size_that_grpc_counts():
+    endless = {"max_connection_age_s": math.inf, "max_connection_age_grace_s": math.inf}
+    async with fakes.control_plane(router={**endless, "max_message_bytes": (2 << 30) - 1}) as plane:
+        assert (await plane.generation.Complete(fakes.request())).outputs[0].text
+    with pytest.raises(ValueError, match="should be less than or equal to 2147483647"):
+        RouterSettings(model="m", max_message_bytes=2 << 30)

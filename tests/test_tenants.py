@@ -157,6 +157,11 @@ def test_a_file_of_tenants_is_for_those_whom_no_token_file_names(options, words,
         RouterSettings(model="m", tenants="tenants.toml", **options)
 
 
+def test_a_header_of_bytes_names_no_tenant():
+    with pytest.raises(ValueError, match="--tenant-header: metadata whose name ends with -bin holds bytes"):
+        RouterSettings(model="m", tenant_header="X-Tenant-Bin")
+
+
 def test_the_command_line_makes_entries_that_the_router_reads(tmp_path):
     command = [sys.executable, "-m", "pagewire", "token", "new", "acme"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
