@@ -267,6 +267,8 @@ def check_free(options: LaunchOptions) -> None:
     if running is not None:
         remedy = f"`pagewire down --port {options.port}` stops it"
         raise LaunchError(f"a cluster runs on port {options.port} already (pid {running.launcher_pid}); {remedy}")
+    if not options.host:
+        raise LaunchError("--host is empty: name an address of this machine, such as 127.0.0.1 or 0.0.0.0")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

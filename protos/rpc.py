@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ LIVENESS = "liveness"
 _STOP_TIMEOUT_S = 2.0
 _SETTLE_S = 0.1
 _LAST_PORT = 65_535
+_TCP_ADDRESS = re.compile(r"(\[.+\]|[^:\[\]]+):(?P<port>-?\d+)")
+_UNIX_ADDRESS = re.compile(r"unix(-abstract)?:.+")
 # In bytes, of a Unix socket.
 _LONGEST_PATH = 107
 # How long a server that stops waits for an answer, which may be large.
@@ -175,8 +178,6 @@ def _obstacle(address: str) -> str:
             return f"a socket's path has {_LONGEST_PATH} bytes at most"
         if not os.path.isdir(os.path.dirname(path) or "."):
             return f"there is no folder {os.path.dirname(path)}"
-    elif not port.isdecimal():
-        return "write HOST:PORT or unix:PATH"
     else:
         try:
             socket.getaddrinfo(host.strip("[]") or None, port)
@@ -254,12 +255,15 @@ class Server:
         return port
 
     def _bind(self, address: str, tls: ServerTls | None) -> int:
-        if address.startswith("unix:"):
-            if _answers(address.removeprefix("unix:")):
-                raise CannotListen(f"cannot listen on {address}: another process does")
-        elif (port := address.rpartition(":")[2]).removeprefix("-").isdecimal() and not 0 <= int(port) <= _LAST_PORT:
-            # gRPC would take it modulo 65,536.
-            raise CannotListen(f"cannot listen on {address}: ports go from 0 to {_LAST_PORT}")
+        if (tcp := _TCP_ADDRESS.fullmatch(address)) is not None:
+            if not 0 <= int(tcp["port"]) <= _LAST_PORT:
+                # gRPC would take it modulo 65,536.
+                raise CannotListen(f"cannot listen on {address}: ports go from 0 to {_LAST_PORT}")
+        elif _UNIX_ADDRESS.fullmatch(address) is None:
+            # gRPC would take port 443 where none is named.
+            raise CannotListen(f"cannot listen on {address}: write HOST:PORT, [HOST]:PORT or unix:PATH")
+        elif _answers(address.removeprefix("unix:")):
+            raise CannotListen(f"cannot listen on {address}: another process does")
         try:
             if tls is None:
                 return self._server.add_insecure_port(address)

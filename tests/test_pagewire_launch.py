@@ -479,6 +479,8 @@ def test_a_taken_port_is_an_error_before_anything_starts(home):
     check_free(LaunchOptions("/m", port=port))
     with pytest.raises(LaunchError, match="choose another --host"):
         check_free(LaunchOptions("/m", host="no.such.host.invalid", port=port))
+    with pytest.raises(LaunchError, match="--host is empty: name an address"):
+        check_free(LaunchOptions("/m", host="", port=port))
 
 
 def test_a_port_where_closed_connections_linger_is_free(home):

@@ -414,7 +414,12 @@ async def test_a_client_at_a_unix_socket_writes_no_pings_behind_what_it_receives
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("nonsense", "write HOST:PORT or unix:PATH"),
+        ("nonsense", "write HOST:PORT, "),
+        ("127.0.0.1", "write HOST:PORT, "),
+        ("127.0.0.1:", "write HOST:PORT, "),
+        (":0", "write HOST:PORT, "),
+        ("::1", r"write HOST:PORT, \[HOST\]:PORT or unix:PATH"),
+        ("unix:", "write HOST:PORT, "),
         ("127.0.0.1:99999", "ports go from 0 to 65535"),
         ("127.0.0.1:-1", "ports go from 0 to 65535"),
         ("nobody.invalid:53001", "its host is not known"),
