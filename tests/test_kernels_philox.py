@@ -58,6 +58,11 @@ def test_noise_changes_with_each_of_its_keys():
         assert not (gumbel_noise_of_all(64, *names) == base).any()
 
 
+def test_noise_of_a_word_that_rounds_to_the_end_of_the_range_is_finite():
+    noise = gumbel_noise(column(138)[None], column(13_045), column(0), column(0))
+    assert noise.item() == pytest.approx(-math.log(24 * math.log(2)), abs=1e-4), "the word is 0xFFFFFFD7"
+
+
 def test_noise_is_standard_gumbel():
     noise = gumbel_noise_of_all(100_000, column(42), column(0), column(0))[0].double()
     assert noise.isfinite().all()

@@ -95,6 +95,13 @@ def test_noise_is_right_to_a_hundredth_however_rare_it_is(kernels, seed, token, 
         assert sample_tokens(logits, torch.ones(2), *of_both).tolist() == [token, 0]
 
 
+def test_the_only_token_is_drawn_even_if_its_word_is_so_great_that_it_rounds_to_the_end_of_the_range(kernels):
+    logits = torch.full((1, 300), -torch.inf)
+    logits[0, 138] = 0.0
+    for sample_tokens in (kernels.sample_tokens, reference.sample_tokens):
+        assert sample_tokens(logits, torch.ones(1), *torch.tensor([[13_045], [0], [0]])).tolist() == [138]
+
+
 def test_thousands_of_draws_equal_the_twins_and_follow_the_distribution(kernels):
     logits = torch.tensor([[1.0, 0.0, 2.0, -1.0, -torch.inf, 0.5]]).expand(4000, -1).contiguous()
     heat, rows = torch.ones(4000), names(4000)

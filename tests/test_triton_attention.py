@@ -82,10 +82,34 @@ def test_attention_equals_its_twin_for_groups_of(device, rows, num_heads, num_kv
 
 
 @everywhere
+@pytest.mark.parametrize("queries", [4, 5])
+def test_a_row_may_have_as_many_queries_as_are_short_or_one_more(device, queries):
+    assert_equals_twin(attention_case(device, [(queries, 30), (1, 9)], 4, 1))
+
+
+@everywhere
+def test_a_group_may_have_more_heads_than_a_tile_has_rows(device):
+    assert_equals_twin(attention_case(device, [(1, 40), (3, 5), (6, 30)], 40, 1))
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1, 600), (1, 128), (1, 256)],
+        [(1, 641), (1, 1), (1, 130), (1, 640)],
+        [(4, 130), (3, 257), (1, 300)],
+    ],
+)
+def test_contexts_may_end_where_a_split_begins_or_soon_after(device, rows):
+    assert_equals_twin(attention_case(device, rows, 4, 2))
+
+
+@everywhere
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_attention_equals_its_twin_for_heads_of(device, head_dim, dtype):
-    assert_equals_twin(attention_case(device, [(1, 150), (20, 40)], 4, 1, head_dim, dtype=dtype))
+    assert_equals_twin(attention_case(device, [(1, 150), (1, 5), (20, 140)], 4, 1, head_dim, dtype=dtype))
 
 
 @everywhere
@@ -94,6 +118,14 @@ def test_the_cache_may_be_of_another_dtype(device, dtype, cache_dtype):
     for scores in ((None, None), (20, 1.5)):
         case = attention_case(device, BATCHES["mixed"], 6, 2, dtype=dtype, cache_dtype=cache_dtype)
         assert_equals_twin(case, *scores)
+
+
+@everywhere
+def test_keys_may_be_larger_than_the_dtype_of_the_queries_holds(device):
+    case = attention_case(device, [(1, 200), (20, 40)], 4, 2, dtype=torch.float16, cache_dtype=torch.bfloat16)
+    case[0].mul_(2**-15)
+    case[1].mul_(2**17)
+    assert_equals_twin(case)
 
 
 @everywhere
@@ -109,6 +141,18 @@ def test_attention_equals_its_twin_for_blocks_of(device, block_size, integers):
 @pytest.mark.parametrize("window", [1, 16, 50, 1000])
 def test_attention_with_a_window_equals_its_twin(device, rows, window):
     assert_equals_twin(attention_case(device, rows, 4, 2), window, None)
+
+
+@everywhere
+def test_a_window_may_be_cut_into_splits(device):
+    assert_equals_twin(attention_case(device, [(1, 900), (1, 700), (1, 80)], 4, 2), 300, None)
+
+
+@everywhere
+def test_large_scores_do_not_overflow(device):
+    case = attention_case(device, [(1, 600), (20, 40)], 4, 1)
+    case[0].mul_(40)
+    torch.testing.assert_close(paged_attention(*case), twin(*case), atol=1e-3, rtol=1e-3)
 
 
 @everywhere
@@ -136,6 +180,18 @@ def test_queries_may_lie_in_a_fused_projection(device):
     q, *others = attention_case(device, BATCHES["mixed"], 4, 2)
     fused = torch.cat([q, torch.ones_like(q)], dim=1)
     assert torch.equal(paged_attention(fused[:, :4], *others), paged_attention(q, *others))
+
+
+@everywhere
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_cache_may_hold_more_values_than_an_int32_counts(device, queries):
+    q, *caches, tables, starts, contexts, scale = attention_case(device, [(queries, 40)], 2, 1, dtype=torch.float16)
+    blocks = [cache[tables[0].long()] for cache in caches]
+    strides, size = (2**30, *blocks[0].stride()[1:]), blocks[0][0].numel()
+    memory = torch.empty(2**31 + 2 * size, dtype=torch.float16, device=device)  # of which little is touched
+    far = [memory.as_strided(block.shape, strides, number * size).copy_(block) for number, block in enumerate(blocks)]
+    found = paged_attention(q, *far, torch.arange(3, device=device).int()[None], starts, contexts, scale)
+    assert torch.equal(found, paged_attention(q, *caches, tables, starts, contexts, scale))
 
 
 @everywhere
@@ -180,6 +236,8 @@ def test_contexts_are_split_until_the_gpu_is_full_and_no_further():
     assert plan_splits(num_lanes=8, longest=32768, total=8 * 32768, num_processors=132) == (64, 497)
     assert plan_splits(num_lanes=8, longest=512, total=8 * 512, num_processors=132) == (4, 128)
     assert plan_splits(num_lanes=256 * 8, longest=4096, total=256 * 8 * 4096, num_processors=132) == (1, 15888)
+    assert plan_splits(num_lanes=10_000, longest=512, total=None, num_processors=132) == (1, 128)
+    assert plan_splits(num_lanes=8, longest=0, total=None, num_processors=132) == (1, 128)
     # One long context among short ones is split so that no program has much more than its share.
     assert plan_splits(num_lanes=32 * 8, longest=32768, total=8 * (32768 + 31 * 100), num_processors=132) == (33, 544)
     # A recorded graph has as many splits as the bound needs; their length depends on the context on the device.
@@ -191,11 +249,21 @@ def test_contexts_are_split_until_the_gpu_is_full_and_no_further():
     "spoil, complaint",
     [
         (lambda c: c[0].unsqueeze_(0), "do not fit together"),
+        (lambda c: c.__setitem__(0, c[0][..., :32]), "do not fit together"),
+        (lambda c: c.__setitem__(2, c[2][1:]), "do not fit together"),
         (lambda c: c.__setitem__(0, c[0].double()), "differ in dtype"),
+        (lambda c: c.__setitem__(slice(1, 3), [x.double() for x in c[1:3]]), "none that the kernels take"),
         (lambda c: c.__setitem__(0, c[0][:, :3]), "share 2 K/V heads"),
+        (lambda c: c.__setitem__(0, c[0][:, :0]), "share 2 K/V heads"),
         (lambda c: c.__setitem__(0, c[0][:1]), "every row has a query"),
         (lambda c: c.__setitem__(3, c[3][:1]), "same rows"),
+        (lambda c: c.__setitem__(3, c[3][:, 0]), "same rows"),
+        (lambda c: c.__setitem__(4, c[4][:2]), "same rows"),
         (lambda c: c.__setitem__(3, c[3].float()), "int32 or int64"),
+        (lambda c: c.__setitem__(4, c[4].float()), "int32 or int64"),
+        (lambda c: c.__setitem__(5, c[5].float()), "int32 or int64"),
+        (lambda c: c.__setitem__(5, c[5].repeat_interleave(2)[::2]), "not dense"),
+        (lambda c: c.__setitem__(slice(1, 3), [x.repeat(1, 1, 1, 2)[..., ::2] for x in c[1:3]]), "not dense"),
         (lambda c: c.__setitem__(1, c[1].transpose(1, 2).contiguous().transpose(1, 2)), "strides"),
         (lambda c: c.__setitem__(0, c[0].transpose(1, 2).contiguous().transpose(1, 2)), "not dense"),
     ],
@@ -205,3 +273,27 @@ def test_attention_refuses_arguments_that_do_not_fit(device, spoil, complaint):
     spoil(case)
     with pytest.raises(ValueError, match=complaint):
         paged_attention(*case)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "sizes, reach, complaint",
+    [
+        ({"head_dim": 257}, (None, None), "head_dim 257 is more than 256"),
+        ({"block_size": 24}, (None, None), "block_size 24 no power of two"),
+        ({}, (0, None), "window 0"),
+        ({}, (2**31, None), "window 2147483648"),
+        ({}, (None, 0.0), "softcap 0.0"),
+    ],
+)
+def test_attention_refuses_what_the_kernels_cannot_compute(device, sizes, reach, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        paged_attention(*attention_case(device, [(1, 9)], 2, 1, **sizes), *reach)
+
+
+@everywhere
+def test_attention_refuses_more_rows_than_a_launch_takes(device):
+    q, k_cache, v_cache, tables, _, contexts, scale = attention_case(device, [(1, 9)], 2, 1)
+    q, tables, contexts = q.repeat(65536, 1, 1), tables.repeat(65536, 1), contexts.repeat(65536)
+    with pytest.raises(ValueError, match="65535 at most"):
+        paged_attention(q, k_cache, v_cache, tables, torch.arange(65537, device=device), contexts, scale)

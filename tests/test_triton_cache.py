@@ -22,9 +22,9 @@ def caches(device, dtype, num_kv_heads, head_dim, block_size=16, num_blocks=5):
 
 
 def slots(num_tokens, device, num_slots=80):
-    """Slots in random order, every fourth one padding."""
-    drawn = torch.randperm(num_slots)[:num_tokens]
-    drawn[3::4] = -1
+    """Slots in random order after slot 0, every fourth one padding."""
+    drawn = 1 + torch.randperm(num_slots - 1)[:num_tokens]
+    drawn[:1], drawn[3::4] = 0, -1
     return drawn.to(device)
 
 
@@ -48,7 +48,8 @@ def test_reshape_and_cache_equals_its_twin(device, dtype, cache_dtype, num_token
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cache_dtype", DTYPES)
 @pytest.mark.parametrize(
-    "num_tokens, num_heads, num_kv_heads, head_dim", [(1, 3, 1, 64), (9, 4, 4, 80), (5, 9, 3, 64), (0, 2, 1, 96)]
+    "num_tokens, num_heads, num_kv_heads, head_dim",
+    [(1, 3, 1, 64), (9, 4, 4, 80), (5, 9, 3, 64), (0, 2, 1, 96), (2, 1, 1, 2), (3, 24, 8, 16)],
 )
 def test_rotate_and_cache_equals_its_twin(device, dtype, cache_dtype, num_tokens, num_heads, num_kv_heads, head_dim):
     heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(device=device, dtype=dtype)
@@ -74,22 +75,33 @@ def test_the_cache_writes_refuse_arguments_that_do_not_fit(device):
         (k.double(), k.double(), k_cache, v_cache, mapping),
         (k, k, k_cache, v_cache, mapping.int()),
         (k, k, k_cache, v_cache, mapping[:1]),
+        (k[..., :2], k[..., :2], k_cache, v_cache, mapping),
+        (k.repeat(1, 1, 2)[..., ::2], k, k_cache, v_cache, mapping),
         (k, k, k_cache, v_cache.transpose(0, 1).contiguous().transpose(0, 1), mapping),
     ):
         with pytest.raises(ValueError):
             reshape_and_cache(*arguments)
-    turns = torch.zeros(2, 2, device=device)
-    with pytest.raises(ValueError, match="no queries"):
-        rotate_and_cache(k, turns, turns, k_cache, v_cache, mapping)
+    heads, turns, sparse = torch.zeros(2, 3, 4, device=device), torch.zeros(2, 2, device=device), k_cache[..., ::2]
+    for arguments, complaint in (
+        ((k, turns, turns, k_cache, v_cache, mapping), "no queries"),
+        ((heads, turns[:1], turns[:1], k_cache, v_cache, mapping), "do not fit x"),
+        ((heads[..., :2], turns[:, :1], turns[:, :1], k_cache, v_cache, mapping), "do not fit together"),
+        ((heads[..., :2], turns[:, :1], turns[:, :1], sparse, sparse, mapping), "not dense"),
+        ((heads, turns, turns, k_cache, v_cache.half(), mapping), "differ in dtype"),
+        ((heads, turns, turns, k_cache, v_cache[1:], mapping), "differ in shape"),
+        ((heads, turns, turns, k_cache, v_cache, mapping[:1]), "slot_mapping"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            rotate_and_cache(*arguments)
 
 
-def pool(num_blocks, dtype=torch.float32, head_dim=3, num_layers=2):
-    return torch.randn(num_layers, 2, num_blocks, 4, 1, head_dim).to(dtype)
+def pool(num_blocks, dtype=torch.float32, head_dim=3, num_layers=2, block_size=4):
+    return torch.randn(num_layers, 2, num_blocks, block_size, 1, head_dim).to(dtype)
 
 
 @everywhere
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [3, 64, 1000])
+@pytest.mark.parametrize("head_dim", [3, 64, 5000])
 @pytest.mark.parametrize("pairs", [[[0, 1], [1, 2], [3, 0]], [[3, 0], [3, 1], [4, 2]], [[2, 2]], [[0, 4], [4, 0]], []])
 @pytest.mark.parametrize("pairs_on_device", [False, True])
 def test_copy_blocks_equals_its_twin(device, dtype, head_dim, pairs, pairs_on_device):
@@ -121,16 +133,48 @@ def test_swap_blocks_equals_its_twin_in_both_directions(device, dtype):
 
 
 @everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_need_not_be_a_multiple_of_eight_bytes(device, dtype):
+    cache = pool(3, dtype, block_size=1).to(device)
+    expected, pairs = cache.clone(), torch.tensor([[0, 2], [2, 1]])
+    reference.copy_blocks(expected, pairs)
+    copy_blocks(cache, pairs)
+    assert torch.equal(cache, expected)
+
+
+@everywhere
+def test_more_is_swapped_than_programs_are_launched(device):
+    cache, order = pool(50).to(device), torch.randperm(50)
+    moved = torch.zeros_like(cache, device="cpu", pin_memory=device.type == "cuda")
+    swap_blocks(cache, moved, torch.stack([order, torch.arange(50)]).T)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(moved, cache.cpu()[:, :, order])
+
+
+@everywhere
+def test_pools_without_layers_hold_nothing_to_move(device):
+    cache = pool(2, num_layers=0).to(device)
+    swap_blocks(cache, cache.clone(), torch.tensor([[0, 1]]))
+
+
+@everywhere
 def test_moving_blocks_refuses_pools_that_do_not_fit(device):
     cache = pool(2).to(device)
-    for other, pairs in (
-        (cache[:1], [[0, 1]]),
-        (cache.half(), [[0, 1]]),
-        (cache, [0, 1]),
-        (cache.transpose(2, 3).contiguous().transpose(2, 3), [[0, 1]]),
+    scattered = cache.transpose(2, 3).contiguous().transpose(2, 3)
+    for source, destination, pairs in (
+        (cache, cache[:1], [[0, 1]]),
+        (cache, cache.half(), [[0, 1]]),
+        (cache, pool(2, head_dim=4).to(device), [[0, 1]]),
+        (cache[0], cache[0], [[0, 1]]),
+        (cache, cache, [0, 1]),
+        (cache, cache, [[0, 1, 1]]),
+        (cache, cache, [[False, True]]),
+        (cache, scattered, [[0, 1]]),
+        (scattered, cache, [[0, 1]]),
     ):
         with pytest.raises(ValueError):
-            swap_blocks(cache, other, torch.tensor(pairs))
+            swap_blocks(source, destination, torch.tensor(pairs))
 
 
 @pytest.mark.gpu

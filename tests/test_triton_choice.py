@@ -27,8 +27,8 @@ def _new_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
-def choose(dtype=torch.bfloat16, head_dim=128, block_size=16):
-    return choice.choose(CUDA, dtype, head_dim=head_dim, block_size=block_size)
+def choose(dtype=torch.bfloat16, head_dim=128, block_size=16, cache_dtype=None):
+    return choice.choose(CUDA, dtype, head_dim=head_dim, block_size=block_size, cache_dtype=cache_dtype)
 
 
 @pytest.mark.usefixtures("_new_gpu")
@@ -47,6 +47,7 @@ def test_a_gpu_computes_with_triton(dtype):
         ({"head_dim": 320}, "heads of up to 256 values, not 320"),
         ({"block_size": 24}, "blocks of a power of two of tokens, not 24"),
         ({"dtype": torch.float64}, "no kernels for torch.float64"),
+        ({"cache_dtype": torch.float8_e5m2}, "no kernels for torch.float8_e5m2"),
     ],
 )
 def test_a_model_that_triton_cannot_compute_gets_the_twins_and_a_note_that_says_why(sizes, note):
@@ -57,7 +58,13 @@ def test_a_model_that_triton_cannot_compute_gets_the_twins_and_a_note_that_says_
 
 def test_an_old_gpu_gets_the_twins(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "compute capability 8.0, and this GPU has 7.5" in choose().note
+    assert str(choose()) == "reference, since Triton needs compute capability 8.0, and this GPU has 7.5"
+
+
+def test_the_oldest_gpu_and_the_largest_heads_that_triton_takes_are_computed_with_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    chosen = choose(head_dim=256)
+    assert str(chosen) == chosen.name == choice.triton_kernels().name
 
 
 @pytest.mark.usefixtures("_new_gpu")

@@ -32,7 +32,7 @@ def assert_rounds_alike(found, expected, num_roundings=1):
 
 @everywhere
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 6), (5, 576), (3, 4096), (2, 3, 80), (0, 64)])
+@pytest.mark.parametrize("shape", [(1, 6), (5, 576), (3, 4096), (2, 3, 80), (0, 64), (2, 0), (80,)])
 def test_rms_norm_equals_its_twin(device, dtype, shape):
     x, weight = numbers(*shape, device=device, dtype=dtype), numbers(shape[-1], device=device, dtype=dtype)
     before = x.clone()
@@ -55,6 +55,11 @@ def test_add_rms_norm_equals_its_twin(device, dtype, size):
 def test_rms_norm_takes_the_rows_of_a_wider_matrix(device):
     wide, weight = torch.randn(4, 40, device=device), torch.randn(16, device=device)
     torch.testing.assert_close(rms_norm(wide[:, 8:24], weight, 1e-5), reference.rms_norm(wide[:, 8:24], weight, 1e-5))
+    x, residual = wide[:, 8:24], torch.randn(4, 20, device=device)[:, :16]
+    expected_residual = residual.clone()
+    expected = reference.add_rms_norm(x, expected_residual, weight, 1e-5)
+    torch.testing.assert_close(add_rms_norm(x, residual, weight, 1e-5), expected)
+    assert torch.equal(residual, expected_residual)
 
 
 @everywhere
@@ -77,7 +82,7 @@ def test_activations_equal_their_twins(device, dtype, num_tokens, size):
     x = 1.5 * numbers(num_tokens, 2 * size, device=device, dtype=dtype)
     assert_rounds_alike(silu_and_mul(x), reference.silu_and_mul(x), 2)
     for approximate in ("none", "tanh"):
-        assert_rounds_alike(gelu(x, approximate), reference.gelu(x, approximate))
+        assert_rounds_alike(gelu(x[:, 1:], approximate), reference.gelu(x[:, 1:], approximate))
         assert_rounds_alike(gelu_and_mul(x, approximate), reference.gelu_and_mul(x, approximate), 2)
 
 
@@ -88,15 +93,24 @@ def test_layers_refuse_arguments_that_do_not_fit(device):
     for call in (
         lambda: rms_norm(x, weight[:7], 1e-5),
         lambda: rms_norm(x, weight.double(), 1e-5),
+        lambda: rms_norm(x, weight.to("meta"), 1e-5),
         lambda: rms_norm(x.T.contiguous().T, weight, 1e-5),
+        lambda: rms_norm(x.expand(3, 2, 8), weight, 1e-5),
+        lambda: rms_norm(x[:, :1].expand(2, 65537).contiguous(), x.new_zeros(65537), 1e-5),
         lambda: add_rms_norm(x, x[:1], weight, 1e-5),
         lambda: add_rms_norm(x, x.half(), weight, 1e-5),
+        lambda: add_rms_norm(x.new_zeros(2, 2, 8), x.expand(2, 2, 8), weight, 1e-5),
+        lambda: add_rms_norm(x.expand(2, 2, 8), x.new_zeros(2, 2, 8), weight, 1e-5),
         lambda: silu_and_mul(x[:, :7]),
         lambda: silu_and_mul(x.double()),
         lambda: gelu(x, "sigmoid"),
+        lambda: gelu(x[None]),
         lambda: rotary_embedding(x[:, None], turns[:1], turns[:1]),
         lambda: rotary_embedding(x[:, None], turns.half(), turns.half()),
-        lambda: rotary_embedding(x[:, None, :7], turns, turns),
+        lambda: rotary_embedding(x[:, None], turns, turns[:1]),
+        lambda: rotary_embedding(x[:, None], turns, x[:, :4]),
+        lambda: rotary_embedding(x[:, None, :7], turns[:, :3], turns[:, :3]),
+        lambda: rotary_embedding(x, turns, turns),
     ):
         with pytest.raises(ValueError):
             call()

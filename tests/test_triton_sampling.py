@@ -8,6 +8,7 @@ import pytest
 import torch
 from triton_device import everywhere, never_waits
 
+from kernels.philox import gumbel_noise
 from kernels.sampling import sample_tokens
 from worker.adjustments import TokenHistory
 from worker.sampler import draw_tokens
@@ -64,6 +65,7 @@ def assert_draws_alike(device, logits, samples, filters=True):
 def test_the_best_token_is_taken_without_temperature(device, size):
     logits = torch.randn(3, size)
     logits[1, -1] = logits[1, 0] = 10.0  # the first of two
+    logits[2, size // 3 :: 1024] = 10.0  # the first of those that one lane looks at
     samples = [Sample(parameters(0.0), 0, 0)] * 3
     found = draw(logits, samples, device, filters=False)
     assert found == logits.argmax(-1).tolist()
@@ -76,7 +78,35 @@ def test_a_draw_without_filters_equals_that_of_the_sampler(device, size):
     torch.manual_seed(size)
     rows = [(0.7, 3, 0, 5), (1e-5, 4, 1, 6), (100.0, 2**64 - 1, 2, 7), (0.0, 9, 0, 8), (1.3, 2**40 + 7, 0, 100_000)]
     samples = [Sample(parameters(heat, seed=seed), index, position) for heat, seed, index, position in rows]
-    assert_draws_alike(device, 3 * torch.randn(5, size), samples, filters=False)
+    logits = 3 * torch.randn(5, size)
+    logits[1] = 0.0  # tokens that tie are drawn from at any temperature
+    assert_draws_alike(device, logits, samples, filters=False)
+
+
+@everywhere
+def test_rows_may_be_parts_of_wider_ones(device):
+    logits = torch.randn(8, 500).to(device)[:, 100:400]
+    samples = [Sample(parameters(5.0, seed=i, top_k=2), i, 0) for i in range(8)]
+    assert draw(logits, samples, device) == draw(logits.contiguous(), samples, device)
+
+
+# The least of the 32-bit words make the largest noise; a few that seeds give to tokens.
+@everywhere
+@pytest.mark.parametrize("seed, token, word", [(11_647_403, 167, 2), (325_673, 125, 150), (206_582, 162, 265)])
+def test_noise_is_right_to_a_hundredth_however_rare_it_is(device, seed, token, word):
+    """Two tokens may be drawn; the logit of the rare one puts it just ahead of the other, or just behind."""
+    other = gumbel_noise(torch.zeros(1, 1, dtype=torch.int64), *torch.tensor([[seed], [0], [0]])).item()
+    logits = torch.full((2, 300), -torch.inf)
+    logits[:, 0] = 0.0
+    logits[:, token] = other + math.log(-math.log1p(-(word + 0.5) / 2**32)) + torch.tensor([0.01, -0.01])
+    assert draw(logits, [Sample(parameters(1.0, seed=seed), 0, 0)] * 2, device, filters=False) == [token, 0]
+
+
+@everywhere
+def test_the_only_token_is_drawn_even_if_its_word_is_so_great_that_it_rounds_to_the_end_of_the_range(device):
+    logits = torch.full((1, 300), -torch.inf)
+    logits[0, 138] = 0.0
+    assert draw(logits, [Sample(parameters(1.0, seed=13_045), 0, 0)], device, filters=False) == [138]
 
 
 FILTERS = [
@@ -111,8 +141,31 @@ def test_a_filtered_draw_equals_that_of_the_sampler(device, size, heat):
 
 
 @everywhere
-@pytest.mark.parametrize("likely", [range(0, 300), range(5, 40_000, 4096), [*range(7, 40_000, 4096), *range(100, 900)]])
-def test_a_filtered_draw_equals_that_of_the_sampler_wherever_the_likely_tokens_are(device, likely):
+def test_of_several_filters_each_may_be_the_narrowest(device):
+    torch.manual_seed(2)
+    pairs = [
+        *({"top_k": 20, "min_p": 1.0}, {"top_p": 0.95, "min_p": 1.0}, {"top_p": 0.05, "min_p": 0.01}),
+        *({"top_k": 3, "top_p": 0.5}, {"top_k": 9, "typical_p": 0.05}, {"min_p": 0.2, "typical_p": 0.9}),
+    ]
+    heats = [0.1] * 6 + [3.0] * 6
+    samples = [Sample(parameters(heat, seed=i, **pairs[i % 6]), i, 0) for i, heat in enumerate(heats)]
+    assert_draws_alike(device, 2 * torch.tensor(heats)[:, None] * torch.randn(12, 60), samples)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "likely",
+    [
+        [*range(150), *range(4096, 4246)],
+        range(5, 40_000, 4096),
+        [*range(7, 40_000, 4096), *range(100, 900)],
+    ],
+)
+def test_a_filtered_draw_equals_that_of_the_sampler_wherever_the_likely_tokens_are(device, likely, monkeypatch):
+    torch.manual_seed(1)
+    # What memory holds before it is written must not count, even if it looks like a likely logit.
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **kinds: empty(*sizes, **kinds).fill_(10))
     logits = torch.randn(4, 40_000)
     logits[:, likely] += 9
     filters = [{"top_k": 9}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.7}, {"top_p": 0.9, "typical_p": 0.5}]
@@ -128,15 +181,27 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept(device):
     assert drawn <= {1, 2, 3, 4}
     assert drawn & {3, 4}, "the last kept token is 2: these tie with it"
     assert_draws_alike(device, logits, samples)
+    # Those three are also the most typical ones, and what top-k keeps may be cut further.
+    typical = [
+        parameters(1.0, seed=seed, top_k=top_k, typical_p=p) for seed in (1, 2) for top_k, p in ((2, 0.999), (6, 0.05))
+    ]
+    assert_draws_alike(device, logits[:4], [Sample(p, 0, 0) for p in typical])
 
 
 @everywhere
 def test_forbidden_tokens_are_never_drawn(device):
     logits = torch.full((8, 300), -torch.inf)
     logits[:, 7], logits[:, 255] = 0.0, -1.0
-    samples = [Sample(parameters(1.0, seed=seed, top_p=0.99 if seed % 2 else 1.0), 0, 0) for seed in range(8)]
-    assert set(draw(logits, samples, device)) == {7, 255}
-    assert_draws_alike(device, logits, samples)
+    for name in ("top_p", "typical_p"):
+        samples = [Sample(parameters(1.0, seed=seed, **{name: 0.99 if seed % 2 else 1.0}), 0, 0) for seed in range(8)]
+        assert set(draw(logits, samples, device)) == {7, 255}
+        assert_draws_alike(device, logits, samples)
+
+
+@everywhere
+def test_min_p_is_a_share_of_the_best_token_of_the_row_however_many_parts_it_has(device):
+    logits = torch.randn(3, 17_000) + torch.tensor([[0.0], [9.0], [0.0]])
+    assert_draws_alike(device, logits, [Sample(parameters(1.0, seed=i, min_p=0.2), i, 0) for i in range(3)])
 
 
 @everywhere
@@ -162,6 +227,9 @@ def test_sampling_refuses_arguments_that_do_not_fit(device):
         (logits, heat, *names, (names[0], heat, names[0], heat)),
         (logits, heat, *names, (names[0], heat, heat)),
         (logits[:, :0], heat, *names),
+        (logits[0], heat, *names),
+        (logits, heat.repeat(2)[::2], *names),
+        (logits, heat, *names, (heat, heat, heat, heat)),
     ):
         with pytest.raises(ValueError):
             sample_tokens(*arguments)
