@@ -7,7 +7,7 @@ from kernels import reference  # noqa: E402
 from kernels.choice import cpp, torch_reference, with_int4_weights  # noqa: E402
 from kernels.cpu import INTEGER_LEVELS, CpuKernels, KernelsUnavailable, runnable_levels  # noqa: E402
 from kernels.cpu_linear import Form  # noqa: E402
-from kernels.quantization import Int4  # noqa: E402
+from kernels.quantization import Int4, in_8_bits  # noqa: E402
 from kernels.reference import QuantizedLinear, int4_linear, int8_linear  # noqa: E402
 
 try:
@@ -52,6 +52,29 @@ def test_values_that_are_on_such_a_grid_already_stay_as_they_are():
     bases = torch.tensor([[-119, 0, 5, -9]] * 5, dtype=torch.int8)
     weight = Int4(codes, steps, bases, torch.tensor([1.0, 0.5, 0.25, 2.0, 4.0])).values()
     assert Int4.of(weight).values().equal(weight)
+
+
+def test_a_base_lies_below_the_least_value_of_its_group_and_not_just_near_it():
+    codes = torch.tensor([[*range(16)] * 2 + [7, 15] * 16], dtype=torch.uint8)
+    steps, bases = torch.tensor([[127, 1]], dtype=torch.int8), torch.tensor([[-119, 0]], dtype=torch.int8)
+    weight = Int4(codes, steps, bases, torch.ones(1)).values()
+    assert Int4.of(weight).values().equal(weight)
+
+
+def test_a_groups_integers_are_small_enough_in_the_mean_for_ten_groups_sums_however_small_those_of_others_are():
+    weight = torch.cat([torch.ones(1, 32), torch.zeros(1, 32)], 1)
+    rounded = Int4.of(weight)
+    integers = (rounded.values() / rounded.scales[:, None]).view(2, 32)
+    assert integers.abs().mean(1).max() < 819
+
+
+def test_an_output_of_zeros_and_one_of_millions_of_inputs_are_rounded_to_8_bits():
+    weight = torch.zeros(2, (1 << 21) + 32)
+    weight[1, ::2] = 127.0
+    integers, scales = in_8_bits(weight)
+    assert scales.tolist() == [1.0, 1.0]
+    assert torch.equal(integers.float(), weight)
+    assert torch.equal(Int4.of(weight[:1]).values(), weight[:1])
 
 
 def test_the_inputs_of_a_weight_come_in_groups():
