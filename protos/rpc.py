@@ -255,15 +255,15 @@ class Server:
         return port
 
     def _bind(self, address: str, tls: ServerTls | None) -> int:
-        if (tcp := _TCP_ADDRESS.fullmatch(address)) is not None:
-            if not 0 <= int(tcp["port"]) <= _LAST_PORT:
-                # gRPC would take it modulo 65,536.
-                raise CannotListen(f"cannot listen on {address}: ports go from 0 to {_LAST_PORT}")
-        elif _UNIX_ADDRESS.fullmatch(address) is None:
+        if _UNIX_ADDRESS.fullmatch(address):
+            if _answers(address.removeprefix("unix:")):
+                raise CannotListen(f"cannot listen on {address}: another process does")
+        elif (tcp := _TCP_ADDRESS.fullmatch(address)) is None:
             # gRPC would take port 443 where none is named.
             raise CannotListen(f"cannot listen on {address}: write HOST:PORT, [HOST]:PORT or unix:PATH")
-        elif _answers(address.removeprefix("unix:")):
-            raise CannotListen(f"cannot listen on {address}: another process does")
+        elif not 0 <= int(tcp["port"]) <= _LAST_PORT:
+            # gRPC would take it modulo 65,536.
+            raise CannotListen(f"cannot listen on {address}: ports go from 0 to {_LAST_PORT}")
         try:
             if tls is None:
                 return self._server.add_insecure_port(address)

@@ -432,10 +432,14 @@ async def test_an_address_that_can_not_be_bound_is_named_with_what_is_wrong(addr
         await rpc.Server([]).start(address)
 
 
-async def test_a_sockets_path_may_end_like_a_port(tmp_path):
+@pytest.mark.parametrize("path", ["s:99999", "99999"])
+async def test_a_sockets_path_may_end_like_a_port(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     server = rpc.Server([])
-    await server.start(f"unix:{tmp_path}/s:99999")
-    assert (tmp_path / "s:99999").is_socket()
+    await server.start(f"unix:{path}")
+    assert (tmp_path / path).is_socket()
+    with pytest.raises(CannotListen, match="another process does"):
+        await rpc.Server([]).start(f"unix:{path}")
     await server.stop(0)
 
 
